@@ -1,0 +1,1 @@
+"""What a run leaves behind: metrics, progress, peak memory and the report."""

@@ -1,0 +1,27 @@
+"""Numbers as people read them."""
+
+NOTHING = "–"
+"""Stands where there is no number."""
+
+
+def format_score(score: float | None) -> str:
+    """A reward with four digits after the point."""
+    return NOTHING if score is None else f"{score:.4f}"
+
+
+def format_change(before: float | None, after: float | None) -> str:
+    """Signed difference of two rewards."""
+    return NOTHING if before is None or after is None else f"{after - before:+.4f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration: ``8.3 s``, ``42 s``, ``3 min 05 s``, ``2 h 07 min``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"

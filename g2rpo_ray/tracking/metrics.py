@@ -1,0 +1,123 @@
+"""MetricsLog: every number of a run, by a name from the one table, to every sink."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from g2rpo_ray.config import TrackingSection
+from g2rpo_ray.tracking.sinks import (
+    JsonLines,
+    RayGauges,
+    Sink,
+    TensorBoard,
+    WeightsAndBiases,
+    read_lines,
+)
+from g2rpo_ray.tracking.table import METRICS, Metric, TrackingError, known_name
+
+__all__ = ["METRICS", "Metric", "MetricsLog", "TrackingError", "known_name", "read_metrics"]
+
+
+class MetricsLog:
+    """Context manager that writes the metrics of a run.
+
+    Args:
+        run_dir: folder of the run; made if it is missing.
+        tracking: which sinks to use besides ``metrics.jsonl`` and Ray's gauges.
+        config: the resolved configuration, shown by Weights & Biases.
+        resume_iteration: first iteration that will be recorded by a resumed run; records of an
+            earlier life from there on are dropped. None for a new run.
+
+    Raises (on entry, before anything is trained):
+        TrackingError: the folder already holds a run, or wandb is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        tracking: TrackingSection,
+        config: Mapping[str, Any],
+        resume_iteration: int | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._tracking = tracking
+        self._config = config
+        self._resume_iteration = resume_iteration
+        self._sinks: list[Sink] = []
+        self._closing = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as opened:
+            # The one that can refuse for want of a package comes first: it leaves no trace.
+            if self._tracking.wandb_project is not None:
+                self._add(
+                    opened,
+                    WeightsAndBiases(self._run_dir, self._tracking.wandb_project, self._config),
+                )
+            jsonl = self._run_dir / "metrics.jsonl"
+            self._add(opened, JsonLines(jsonl, self._resume_iteration))
+            if self._tracking.tensorboard:
+                folder = self._run_dir / "tensorboard"
+                self._add(opened, TensorBoard(folder, self._resume_iteration))
+            self._add(opened, RayGauges())
+            self._closing = opened.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._sinks.clear()
+        self._closing.close()
+
+    def record(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Write the numbers of one iteration, or of the evaluation after it (``heldout/...``).
+
+        Args:
+            iteration: counted from 1; 0 is the evaluation before training.
+            values: by names of the table, in the table's units. NaN and infinity are kept as
+                "no number", never as 0.
+
+        Raises:
+            TrackingError: a name is not in the table; nothing of the record is written then.
+        """
+        for name in values:
+            known_name(name)
+        for sink in self._sinks:
+            sink.scalars(iteration, values)
+
+    def pictures(self, iteration: int, pictures: Mapping[str, np.ndarray]) -> None:
+        """Show pictures where a sink can: TensorBoard and Weights & Biases.
+
+        Args:
+            pictures: caption -> uint8 ``[height, width, 3]``.
+        """
+        for caption, picture in pictures.items():
+            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+                raise TrackingError(
+                    f"picture {caption!r} of iteration {iteration} is {picture.dtype} "
+                    f"{list(picture.shape)}; expected uint8 [height, width, 3]"
+                )
+        for sink in self._sinks:
+            sink.pictures(iteration, pictures)
+
+    def _add(self, opened: ExitStack, sink: Sink) -> None:
+        opened.callback(sink.close)
+        self._sinks.append(sink)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Records of a run in the order they were made; empty when there are none yet.
+
+    Each has ``iteration``, ``kind`` (``train`` or ``evaluation``) and numbers by metric name;
+    None stands for NaN or infinity.
+    """
+    path = run_dir / "metrics.jsonl"
+    return read_lines(path) if path.exists() else []

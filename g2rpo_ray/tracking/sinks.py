@@ -1,0 +1,191 @@
+"""Where metrics go: JSON lines, TensorBoard, Weights & Biases, Ray's own metrics."""
+
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from g2rpo_ray.tracking.table import METRICS, TrackingError, known_name
+
+
+class Sink:
+    """One place that metrics go to. Pictures are ignored where a sink has no room for them."""
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
+        """Keep the numbers of one iteration; the names are known to be in the table."""
+        raise NotImplementedError
+
+    def pictures(self, iteration: int, pictures: Mapping[str, np.ndarray]) -> None:
+        """Keep uint8 ``[height, width, 3]`` pictures by caption."""
+
+    def close(self) -> None:
+        """Write what is still held back."""
+
+
+class JsonLines(Sink):
+    """``metrics.jsonl``: one line per record, in the file as soon as it is made."""
+
+    def __init__(self, path: Path, resume_iteration: int | None) -> None:
+        if resume_iteration is not None:
+            drop_lines_from(path, resume_iteration)
+        elif path.exists() and path.stat().st_size:
+            raise TrackingError(
+                f"{path} already holds the metrics of a run; resume that run or choose another "
+                "run_dir (appending would count its iterations twice)"
+            )
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
+        kind = "evaluation" if any(name.startswith("heldout/") for name in values) else "train"
+        line = {"iteration": iteration, "kind": kind}
+        line |= {name: _json_number(value) for name, value in values.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(Sink):
+    """Event files; on resume TensorBoard hides what earlier files hold from there on."""
+
+    def __init__(self, folder: Path, resume_iteration: int | None) -> None:
+        # Imported here: it costs a second, and only runs that ask for it should pay.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=resume_iteration)
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+        self._writer.flush()
+
+    def pictures(self, iteration: int, pictures: Mapping[str, np.ndarray]) -> None:
+        for caption, picture in pictures.items():
+            self._writer.add_image(f"pictures/{caption}", picture, iteration, dataformats="HWC")
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases(Sink):
+    """A W&B run that a resumed run continues.
+
+    W&B ignores steps below the last one it has, so iterations that are done again after a resume
+    are not counted twice there either.
+    """
+
+    def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise TrackingError(
+                f"tracking.wandb_project is {project!r} but the package wandb cannot be imported "
+                f"({error}); install g2rpo-ray[wandb] or set tracking.wandb_project=null"
+            ) from error
+        identity = run_dir / "wandb_run_id"
+        if not identity.exists():
+            identity.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=identity.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(config),
+        )
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=iteration)
+
+    def pictures(self, iteration: int, pictures: Mapping[str, np.ndarray]) -> None:
+        images = [self._wandb.Image(picture, caption=text) for text, picture in pictures.items()]
+        self._run.log({"pictures": images}, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class RayGauges(Sink):
+    """Gauges on Ray's metrics endpoint, for Prometheus; silent while Ray is not initialised."""
+
+    def __init__(self) -> None:
+        self._gauges: dict[str, Any] = {}
+
+    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:  # noqa: ARG002
+        import ray
+        from ray.util.metrics import Gauge
+
+        if not ray.is_initialized():
+            return
+        for name, value in values.items():
+            known = known_name(name)
+            if known.gauge not in self._gauges:
+                metric = METRICS[known.pattern]
+                self._gauges[known.gauge] = Gauge(
+                    known.gauge,
+                    description=f"{metric.meaning} Unit: {metric.unit}.",
+                    tag_keys=("reward",) if known.reward else (),
+                )
+            tags = {"reward": known.reward} if known.reward else {}
+            self._gauges[known.gauge].set(float(value), tags=tags)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Every record of a ``metrics.jsonl``; a last line that a crash cut short is left out.
+
+    Raises:
+        TrackingError: a line before the last is not a record.
+    """
+    lines = path.read_bytes().splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_parse_record(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise TrackingError(
+                    f"{path}, line {number}: not a metrics record: {error}"
+                ) from error
+    return records
+
+
+def drop_lines_from(path: Path, iteration: int) -> None:
+    """Forget the records of ``iteration`` and later: the resumed run makes them again.
+
+    The file is replaced as a whole, so a crash leaves either the old or the new one.
+    """
+    if not path.exists():
+        return
+    kept = [record for record in read_lines(path) if record["iteration"] < iteration]
+    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _parse_record(line: bytes) -> dict[str, Any]:
+    record = json.loads(line)
+    if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+        raise ValueError("expected an object with an integer 'iteration'")
+    return record
+
+
+def _json_number(value: float) -> float | None:
+    """JSON has no NaN and no infinity: null says that there is no number, 0 would be a lie."""
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None

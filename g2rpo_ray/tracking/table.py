@@ -1,0 +1,157 @@
+"""The one table of metric names: what each number is, and its unit.
+
+``python -m g2rpo_ray.tracking.table docs/metrics.md`` writes the table into the documentation.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+
+class TrackingError(RuntimeError):
+    """A record of the run cannot be kept; the message says where, what, and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table."""
+
+    unit: str
+    """Unit of the number; ``1`` for a plain ratio or score."""
+    meaning: str
+    """What the number says."""
+
+
+@dataclass(frozen=True)
+class KnownName:
+    """A metric's name, taken apart."""
+
+    pattern: str
+    """The row of the table, such as ``reward/<name>/mean``."""
+    reward: str | None
+    """The reward that stands for ``<name>``; none where the row has no such part."""
+
+    @property
+    def gauge(self) -> str:
+        """Name for systems that allow neither dots nor slashes: ``g2rpo_reward_mean``."""
+        return "g2rpo_" + self.pattern.replace("/<name>", "").replace("/", "_")
+
+
+METRICS: dict[str, Metric] = {
+    "weight_version": Metric("count", "Version of the weights that drew the iteration's pictures."),
+    "reward/<name>/mean": Metric("1", "Mean score of all pictures of the iteration."),
+    "reward/<name>/spread": Metric(
+        "1", "Standard deviation inside a (prompt, step, granularity), averaged over them."
+    ),
+    "reward/<name>/constant_share": Metric(
+        "share", "Part of the (prompt, step, granularity) whose scores do not differ: they teach "
+        "nothing.",
+    ),
+    "advantage/abs_mean": Metric("1", "Mean size of the integrated advantage of a branch."),
+    "advantage/clamped_share": Metric("share", "Part of the branches cut at ±advantage.clamp."),
+    "groups/trained": Metric("groups", "(prompt, step) groups that the learner trained on."),
+    "groups/dropped": Metric(
+        "groups", "(prompt, step) groups left out because a score was missing, NaN or infinite."
+    ),
+    "policy/loss": Metric("1", "Clipped objective, averaged over the groups."),
+    "policy/ratio_mean": Metric("1", "Mean probability ratio of new to old weights; near 1."),
+    "policy/first_max_abs_log_ratio": Metric(
+        "nat", "Largest |Δlog p| before the first update: rollout and learner disagree by this "
+        "much. 0 in float32; above learner.clip the two sides compute different things.",
+    ),
+    "policy/max_abs_log_ratio": Metric("nat", "Largest |Δlog p| over all groups and updates."),
+    "policy/approx_kl": Metric("nat", "Estimate of KL(old || new): mean of ratio - 1 - log ratio."),
+    "policy/clip_fraction_low": Metric(
+        "share", "Part of the branches whose ratio is clipped at 1 - learner.clip."
+    ),
+    "policy/clip_fraction_high": Metric(
+        "share", "Part of the branches whose ratio is clipped at 1 + learner.clip."
+    ),
+    "policy/grad_norm": Metric("1", "Global gradient norm before it is limited, mean of updates."),
+    "policy/learning_rate": Metric("1", "Learning rate of the iteration's last update."),
+    "policy/updates": Metric("count", "Optimizer steps of the iteration."),
+    "time/generate_s": Metric("s", "Driver waited for rollout and rewards."),
+    "time/learn_s": Metric("s", "Driver waited for the learner."),
+    "time/sync_s": Metric("s", "Driver waited for the weights to reach every receiver."),
+    "time/evaluate_s": Metric("s", "Driver waited for the evaluation on held-out prompts."),
+    "time/checkpoint_s": Metric("s", "Driver waited for the checkpoint, its check included."),
+    "time/iteration_s": Metric("s", "Whole iteration, everything above included."),
+    "rollout/denoise_s": Metric("s", "Spent in the transformer, summed over the workers."),
+    "rollout/decode_s": Metric("s", "Spent in the VAE, summed over the workers."),
+    "rollout/score_s": Metric("s", "Spent waiting for scores, summed over the workers."),
+    "rollout/evaluations": Metric(
+        "evaluations", "Velocity predictions for one latent, counted at the network."
+    ),
+    "rollout/pictures": Metric("pictures", "Pictures decoded and scored."),
+    "rollout/evaluations_per_s": Metric("1/s", "rollout/evaluations by time/generate_s."),
+    "sync/bytes": Metric("B", "Size of the weights that one receiver got."),
+    "sync/tensors": Metric("count", "Tensors that every receiver bound, verified by checksum."),
+    "memory/pss_gib": Metric(
+        "GiB", "Proportional set size of all processes of the run on the driver's machine, last "
+        "sample.",
+    ),
+    "heldout/<name>": Metric(
+        "1", "Mean score on the held-out prompts; only where evaluated. Iteration 0 is before "
+        "training.",
+    ),
+}  # fmt: skip
+
+_REWARD = r"[a-z][a-z0-9_]*"
+_PATTERNS = {
+    pattern: re.compile(re.escape(pattern).replace("<name>", f"({_REWARD})")) for pattern in METRICS
+}
+
+
+def known_name(name: str) -> KnownName:
+    """Find the row of a metric's name.
+
+    Raises:
+        TrackingError: the table has no such row.
+    """
+    for pattern, expression in _PATTERNS.items():
+        match = expression.fullmatch(name)
+        if match:
+            return KnownName(pattern, match[1] if match.groups() else None)
+    room = name.partition("/")[0]
+    allowed = [pattern for pattern in METRICS if pattern.partition("/")[0] == room] or list(METRICS)
+    raise TrackingError(
+        f"metric {name!r} is not in g2rpo_ray/tracking/table.py; allowed: {', '.join(allowed)}"
+    )
+
+
+def markdown_table() -> str:
+    """The table as docs/metrics.md shows it, one section per first part of the name."""
+    return "\n\n".join(_markdown_sections())
+
+
+def write_documentation(path: Path) -> None:
+    """Replace what stands between the two markers of ``path`` by the table."""
+    text = path.read_text(encoding="utf-8")
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise TrackingError(f"{path}: the table belongs between {BEGIN} and {END}; one is missing")
+    path.write_text(f"{before}{BEGIN}\n\n{markdown_table()}\n\n{END}{after}", encoding="utf-8")
+
+
+BEGIN = "<!-- table: written by python -m g2rpo_ray.tracking.table docs/metrics.md -->"
+END = "<!-- end of table -->"
+
+
+def _markdown_sections() -> Iterator[str]:
+    for room, names in groupby(METRICS, key=lambda name: name.partition("/")[0]):
+        head = [f"### {room}", "", "| name | unit | meaning |", "|---|---|---|"]
+        yield "\n".join(head + [_markdown_row(name, METRICS[name]) for name in names])
+
+
+def _markdown_row(name: str, metric: Metric) -> str:
+    cells = (f"`{name}`", metric.unit, metric.meaning)
+    # A bar, as in |Δlog p|, would end the cell.
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    write_documentation(Path(sys.argv[1]))

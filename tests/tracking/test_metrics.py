@@ -1,0 +1,205 @@
+"""MetricsLog and its sinks, and the documentation of the names."""
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from g2rpo_ray.config import TrackingSection
+from g2rpo_ray.tracking.metrics import METRICS, MetricsLog, TrackingError, known_name, read_metrics
+from g2rpo_ray.tracking.table import markdown_table
+
+ONLY_LINES = TrackingSection(tensorboard=False)
+
+
+def record_iterations(run_dir: Path, iterations: range, resume: int | None = None) -> None:
+    with MetricsLog(run_dir, ONLY_LINES, {}, resume) as log:
+        for iteration in iterations:
+            log.record(iteration, {"policy/loss": iteration / 10})
+
+
+def test_every_line_is_in_the_file_at_once(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, ONLY_LINES, {}) as log:
+        log.record(0, {"heldout/hps": 0.5})
+        log.record(1, {"reward/hps/mean": 0.25, "weight_version": 1})
+        assert read_metrics(tmp_path) == [
+            {"iteration": 0, "kind": "evaluation", "heldout/hps": 0.5},
+            {"iteration": 1, "kind": "train", "reward/hps/mean": 0.25, "weight_version": 1},
+        ]
+
+
+def test_resume_drops_what_will_be_recorded_again(tmp_path: Path) -> None:
+    record_iterations(tmp_path, range(1, 6))
+    record_iterations(tmp_path, range(4, 7), resume=4)
+    assert [record["iteration"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("torn", ['{"iteration": 3, "ki', "{", '{"iteration": 3}'[:-1], "\0\0\0"])
+def test_a_line_cut_short_is_dropped(tmp_path: Path, torn: str) -> None:
+    record_iterations(tmp_path, range(1, 3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    assert [record["iteration"] for record in read_metrics(tmp_path)] == [1, 2]
+    record_iterations(tmp_path, range(3, 4), resume=3)
+    assert [record["iteration"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\nnonsense\n{"iteration": 2}\n')
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl, line 2"):
+        read_metrics(tmp_path)
+
+
+def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:
+    record_iterations(tmp_path, range(1, 3))
+    with pytest.raises(TrackingError, match="already holds the metrics of a run"):
+        record_iterations(tmp_path, range(1, 3))
+
+
+def test_nan_and_infinity_are_null(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, ONLY_LINES, {}) as log:
+        log.record(
+            1, {"policy/loss": math.nan, "policy/grad_norm": math.inf, "policy/approx_kl": 0}
+        )
+    line = (tmp_path / "metrics.jsonl").read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads(line, parse_constant=refuse)
+    assert record["policy/loss"] is None
+    assert record["policy/grad_norm"] is None
+    assert record["policy/approx_kl"] == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["policy/lss", "reward/hps", "reward/HPS/mean", "heldout/a/b", "loss"]
+)
+def test_an_unknown_name_is_an_error_and_writes_nothing(tmp_path: Path, name: str) -> None:
+    with (
+        MetricsLog(tmp_path, ONLY_LINES, {}) as log,
+        pytest.raises(TrackingError, match=f"'{name}'.*allowed"),
+    ):
+        log.record(1, {"policy/loss": 0.0, name: 1.0})
+    assert read_metrics(tmp_path) == []
+
+
+def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, TrackingSection(), {}) as log:
+        for iteration in (1, 2, 3):
+            log.record(iteration, {"reward/hps/mean": iteration / 4})
+        log.pictures(3, {"a red circle": np.full((8, 8, 3), 200, np.uint8)})
+    with MetricsLog(tmp_path, TrackingSection(), {}, resume_iteration=3) as log:
+        log.record(3, {"reward/hps/mean": 1.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    points = [(event.step, event.value) for event in events.Scalars("reward/hps/mean")]
+    assert points == [(1, 0.25), (2, 0.5), (3, 1.0)]
+
+
+def test_pictures_reach_tensorboard(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path, TrackingSection(), {}) as log:
+        log.pictures(3, {"a red circle": np.full((8, 6, 3), 200, np.uint8)})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (image,) = events.Images(events.Tags()["images"][0])
+    assert (image.step, image.height, image.width) == (3, 8, 6)
+
+
+@pytest.mark.parametrize("picture", [np.zeros((8, 8, 3), np.float32), np.zeros((8, 8), np.uint8)])
+def test_a_picture_of_another_form_is_an_error(tmp_path: Path, picture: np.ndarray) -> None:
+    with (
+        MetricsLog(tmp_path, ONLY_LINES, {}) as log,
+        pytest.raises(TrackingError, match=r"expected uint8 \[height, width, 3\]"),
+    ):
+        log.pictures(1, {"a red circle": picture})
+
+
+def test_wandb_absent_is_a_clear_error_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    tracking = TrackingSection(tensorboard=False, wandb_project="flux")
+    with pytest.raises(TrackingError, match=r"tracking\.wandb_project.*g2rpo-ray\[wandb\]"):
+        MetricsLog(tmp_path, tracking, {}).__enter__()
+    assert not list(tmp_path.iterdir())
+
+
+def test_wandb_gets_every_number_and_a_resumed_run_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[tuple[int, dict[str, Any]]] = []
+    identities = []
+
+    class Run:
+        def log(self, values: dict[str, Any], step: int) -> None:
+            logged.append((step, values))
+
+        def finish(self) -> None:
+            logged.append((-1, {}))
+
+    def init(**settings: Any) -> Run:
+        identities.append(settings["id"])
+        assert settings["project"] == "flux"
+        assert settings["config"] == {"seed": 3}
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    tracking = TrackingSection(tensorboard=False, wandb_project="flux")
+    for resume in (None, 2):
+        with MetricsLog(tmp_path, tracking, {"seed": 3}, resume) as log:
+            log.record(1, {"policy/loss": 0.5})
+    assert logged == [(1, {"policy/loss": 0.5}), (-1, {})] * 2
+    assert identities[0] == identities[1]
+
+
+def test_gauges_have_names_that_prometheus_allows() -> None:
+    assert known_name("reward/hps/mean").gauge == "g2rpo_reward_mean"
+    assert known_name("reward/hps/mean").reward == "hps"
+    assert known_name("heldout/clip").gauge == "g2rpo_heldout"
+    assert known_name("weight_version").gauge == "g2rpo_weight_version"
+    gauges = {known_name(pattern.replace("<name>", "x")).gauge for pattern in METRICS}
+    assert len(gauges) == len(METRICS)
+    assert all(gauge.isidentifier() for gauge in gauges)
+
+
+def test_gauges_are_set_while_ray_is_initialised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, Any] = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            self.values: list[tuple[float, dict[str, str]]] = []
+            made[name] = (description, tag_keys, self.values)
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            self.values.append((value, tags))
+
+    import ray
+    import ray.util.metrics
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util.metrics, "Gauge", Gauge)
+    with MetricsLog(tmp_path, ONLY_LINES, {}) as log:
+        log.record(1, {"reward/hps/mean": 0.5, "reward/clip/mean": 0.9, "policy/updates": 8})
+    description, tag_keys, values = made["g2rpo_reward_mean"]
+    assert "Unit: 1" in description
+    assert tag_keys == ("reward",)
+    assert values == [(0.5, {"reward": "hps"}), (0.9, {"reward": "clip"})]
+    assert made["g2rpo_policy_updates"][1:] == ((), [(8.0, {})])
+
+
+def test_the_documentation_holds_the_table() -> None:
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    assert markdown_table() in page.read_text(encoding="utf-8"), (
+        "docs/metrics.md is behind g2rpo_ray/tracking/table.py; "
+        "run: python -m g2rpo_ray.tracking.table docs/metrics.md"
+    )

@@ -1,0 +1,197 @@
+"""The report of runs in every state: whole, broken off, hostile."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from g2rpo_ray.config import TrackingSection
+from g2rpo_ray.tracking.charts import Series, line_chart, stacked_bars, ticks
+from g2rpo_ray.tracking.metrics import MetricsLog
+from g2rpo_ray.tracking.report import write_report
+from tests.tracking.fake_run import CONFIG, PROMPTS, add_pictures, make_run
+
+VOID = {"meta", "img"}
+
+
+class Page(HTMLParser):
+    """A report taken apart; a tag that is not closed is an error."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self._open.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), f"{tag} has the handler {name}"
+            if name in {"src", "href", "srcset", "data", "xlink:href"}:
+                self.references.append(value or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] != "style":
+            self.text += data
+
+
+def read_page(path: Path) -> Page:
+    """Parse a report and check that it needs nothing but itself."""
+    page = Page(path)
+    assert all(reference.startswith("data:image/") for reference in page.references)
+    assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
+    style = page.source.partition("</style>")[0]
+    assert "url(" not in style
+    assert "@import" not in style
+    return page
+
+
+def test_a_finished_run_is_shown_whole(tmp_path: Path) -> None:
+    report = write_report(make_run(tmp_path / "quickstart"))
+    page = read_page(report)
+    assert report == tmp_path / "quickstart" / "report.html"
+    assert "Not everything is here" not in page.text
+    for text in (
+        "quickstart", "g2rpo", "tiny_world:flux", "40 of 40", "2 min 43 s", "39,840", "6.31 GiB",
+        "0.5450", "0.8100", "+0.2650", "not trained on", "9f2c51d07be8a344", "torch 2.14.1",
+        "4 prompts × 3 SDE steps (0, 1, 2) = 12",
+        "12 groups × 8 members × 2 granularities (1, 2) = 192",
+        "before training", "after iteration 40", "Largest |Δlog p|", "0.250 → 1.000", *PROMPTS,
+    ):  # fmt: skip
+        assert text in page.text, text
+    assert len(page.references) == 2 * len(PROMPTS)
+    assert page.tags.count("svg") == 3 + 6 + 1
+
+
+def test_a_run_that_broke_off_says_what_is_missing(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "broken_off")
+    (run_dir / "summary.json").unlink()
+    shutil.rmtree(run_dir / "pictures")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:8]) + lines[8][:40])
+    page = read_page(write_report(run_dir))
+    assert "There is no summary.json" in page.text
+    assert "Only one evaluation was recorded" in page.text
+    assert "No pictures of held-out prompts were kept" in page.text
+    assert "7 of 40" in page.text
+
+
+def test_an_empty_folder_still_gives_a_report(tmp_path: Path) -> None:
+    page = read_page(write_report(tmp_path))
+    for text in ("no config.yaml", "no summary.json", "No training iteration was recorded",
+                 "No evaluation on held-out prompts", "No times were recorded"):  # fmt: skip
+        assert text in page.text
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    hostile = [
+        '<script>alert("1")</script>',
+        "<img src=https://example.org/x onerror=alert(1)>",
+        '" onmouseover="alert(1)',
+        "</style></article>&lt;b&gt; ]]> -->",
+        "一隻紅色的貓 🐈 " + "x" * 4000,
+    ]
+    run_dir = make_run(tmp_path / "<b>run", prompts=hostile)
+    page = read_page(write_report(run_dir))
+    for prompt in hostile:
+        assert prompt in page.text
+
+
+def test_null_values_are_gaps(tmp_path: Path) -> None:
+    nan = float("nan")
+    with MetricsLog(tmp_path, TrackingSection(tensorboard=False), {}) as log:
+        log.record(0, {"heldout/hps": nan})
+        for iteration in range(1, 4):
+            log.record(iteration, {"policy/grad_norm": nan, "reward/hps/mean": nan})
+        log.record(3, {"heldout/hps": 0.5})
+    page = read_page(write_report(tmp_path))
+    assert "nan" not in page.source.lower().partition("</style>")[2]
+    assert "No numbers recorded" in page.text
+
+
+def test_a_picture_that_is_not_there_or_broken_is_named(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    folder = run_dir / "pictures" / "heldout"
+    (folder / "iteration_40" / "0_0.png").unlink()
+    (folder / "iteration_40" / "1_0.png").write_bytes(b"no picture")
+    entries = json.loads((folder / "iteration_40.json").read_text())
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    entries[2]["file"] = "../../../secret.png"
+    entries[3]["scores"]["hps"] = None
+    (folder / "iteration_40.json").write_text(json.dumps(entries))
+    page = read_page(write_report(run_dir))
+    assert "0_0.png is missing" in page.text
+    assert "1_0.png cannot be read" in page.text
+    assert "lies outside the run folder" in page.text
+    assert "0.580 → –" in page.text
+
+
+def test_one_evaluation_shows_one_picture_a_prompt(tmp_path: Path) -> None:
+    add_pictures(tmp_path, 0, PROMPTS, blur=True)
+    page = read_page(write_report(tmp_path))
+    assert len(page.references) == len(PROMPTS)
+    assert "after iteration" not in page.text
+
+
+def test_large_pictures_are_made_small(tmp_path: Path) -> None:
+    add_pictures(tmp_path, 0, PROMPTS[:1], blur=True)
+    file = tmp_path / "pictures" / "heldout" / "iteration_0" / "0_0.png"
+    Image.effect_noise((1024, 1024), 80).save(file)
+    report = write_report(tmp_path)
+    assert read_page(report).references[0].startswith("data:image/jpeg")
+    assert report.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize("content", ["{", "[1, 2]", "\0"])
+def test_a_broken_summary_is_named(tmp_path: Path, content: str) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "summary.json").write_text(content)
+    assert re.search(r"summary\.json (cannot be read|holds)", read_page(write_report(run_dir)).text)
+
+
+def test_settings_of_another_version_are_listed_without_arithmetic(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "config.yaml").write_text(json.dumps(CONFIG | {"sampling": {"size": 64}}))
+    page = read_page(write_report(run_dir))
+    assert "Groups of an iteration" not in page.text
+    assert "size: 64" in page.text
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0.4, 0.7), (-3e-9, 2e-8), (0, 7), (12_000, 99_000), (-1, 1)]
+)
+def test_ticks_are_few_and_inside(low: float, high: float) -> None:
+    values = ticks(low, high)
+    assert 2 <= len(values) <= 6
+    slack = 1e-9 * (high - low)
+    assert low - slack <= min(values)
+    assert max(values) <= high + slack
+
+
+def test_many_iterations_become_few_bars() -> None:
+    points = [(float(x), 2.0) for x in range(1000)]
+    chart = stacked_bars("Time", [Series("learn", "#000", points)])
+    assert chart.count("<rect") <= 60
+    assert "mean of 17 iterations" in chart
+
+
+def test_one_constant_point_can_be_drawn() -> None:
+    assert "<circle" in line_chart("Loss", [Series("loss", "#000", [(1, 0.0)])])
