@@ -1,0 +1,103 @@
+"""Completion grids of several granularities, and the plan that shares their evaluations.
+
+A branch of SDE step k starts at schedule index k + 1. Its completion of granularity g walks the
+indices ``k + 1, k + 2, k + 2 + g, k + 2 + 2g, ...`` (arXiv 2510.01982, section 3.3; with the offset
+of the published code) and the x_0 prediction of its last evaluation is the result. Where the grid
+stops above index T (for example odd k with g = 2 at T = 16) that prediction still is the result:
+this is the published behaviour.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+def completion_indices(steps: int, sde_step: int, granularity: int) -> list[int]:
+    """Schedule indices that a completion visits; every one but the last is evaluated.
+
+    Args:
+        steps: T, the length of the schedule.
+        sde_step: k, in 0 .. T - 2.
+        granularity: at least 1; 1 keeps every step of the schedule.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if granularity < 1:
+        raise ValueError(f"granularity is {granularity}; it must be at least 1")
+    if not 0 <= sde_step <= steps - 2:
+        raise ValueError(
+            f"SDE step {sde_step} is out of range; with {steps} steps the allowed ones are "
+            f"0 to {steps - 2}"
+        )
+    return [sde_step + 1, *range(sde_step + 2, steps + 1, granularity)]
+
+
+@dataclass
+class PlanNode:
+    """One evaluation of a branch, shared by all granularities whose grids reach it alike."""
+
+    index: int
+    """Schedule index at which the network is evaluated."""
+    children: "dict[int, PlanNode]" = field(default_factory=dict)
+    """Next schedule index -> the evaluation after an Euler step to it."""
+    completes: list[int] = field(default_factory=list)
+    """Positions (in the recipe's list) of the granularities whose result is this x_0 prediction."""
+
+    @property
+    def depth(self) -> int:
+        """Evaluations on the longest path from here to a result, this one included."""
+        return 1 + max((child.depth for child in self.children.values()), default=0)
+
+    @property
+    def evaluations(self) -> int:
+        """Evaluations in the whole tree below and including this node."""
+        return 1 + sum(child.evaluations for child in self.children.values())
+
+
+def branch_plan(steps: int, sde_step: int, granularities: Sequence[int]) -> PlanNode:
+    """Tree of the evaluations that one branch needs, with common prefixes of the grids merged."""
+    root = PlanNode(index=sde_step + 1)
+    for position, granularity in enumerate(granularities):
+        evaluated = completion_indices(steps, sde_step, granularity)[:-1]
+        node = root
+        for index in evaluated[1:]:
+            node = node.children.setdefault(index, PlanNode(index))
+        node.completes.append(position)
+    return root
+
+
+@dataclass(frozen=True)
+class RolloutCounts:
+    """What one prompt costs."""
+
+    evaluations: int
+    """Velocity predictions of a single latent, anchor included."""
+    pictures: int
+    """Decoded and scored pictures."""
+    learner_passes: int
+    """Forward/backward passes over a single latent in the learner."""
+
+
+def count_g2rpo(
+    steps: int, sde_steps: Sequence[int], granularities: Sequence[int], members: int
+) -> RolloutCounts:
+    """Exact counts of a G2RPO prompt with shared prefixes and no evaluation for the SDE step.
+
+    The anchor is counted whole (T evaluations): its end is the picture that progress is shown on.
+    """
+    branches = sum(branch_plan(steps, k, granularities).evaluations for k in sde_steps)
+    return RolloutCounts(
+        evaluations=steps + members * branches,
+        pictures=len(sde_steps) * len(granularities) * members,
+        learner_passes=len(sde_steps),
+    )
+
+
+def count_published_order(
+    steps: int, sde_steps: Sequence[int], granularities: Sequence[int], members: int
+) -> int:
+    """Evaluations of the published order: one image at a time, nothing shared."""
+    per_member = sum(
+        1 + sum(len(completion_indices(steps, k, g)) - 1 for g in granularities) for k in sde_steps
+    )
+    return steps + members * per_member

@@ -1,0 +1,63 @@
+"""Sigma schedules: T + 1 numbers from 1 (noise) down to 0 (picture), in float64."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def static_shift_schedule(steps: int, shift: float) -> Tensor:
+    """Linear schedule with the static shift of SD3 and of the GRPO papers.
+
+    ``s_i = shift * t_i / (1 + (shift - 1) * t_i)`` with ``t_i = 1 - i / steps``
+    (arXiv 2403.03206, eq. 23).
+
+    Args:
+        steps: number of evaluations T of one trajectory, at least 1.
+        shift: > 0; 1 is the linear schedule, 3 is what the papers use for FLUX.1-dev.
+
+    Returns:
+        float64 ``[steps + 1]``, strictly decreasing from 1 to 0.
+
+    Raises:
+        ValueError: ``steps`` below 1 or ``shift`` not positive.
+    """
+    if shift <= 0:
+        raise ValueError(f"shift is {shift}; it must be greater than 0 (1 leaves the schedule linear)")
+    times = _linear_times(steps)
+    return shift * times / (1 + (shift - 1) * times)
+
+
+def dynamic_shift_schedule(
+    steps: int,
+    image_tokens: int,
+    *,
+    base_tokens: int = 256,
+    max_tokens: int = 4096,
+    base_shift: float = 0.5,
+    max_shift: float = 1.15,
+) -> Tensor:
+    """FLUX's resolution-dependent schedule, as diffusers' ``FlowMatchEulerDiscreteScheduler``.
+
+    ``mu`` is linear in the number of image tokens and ``s_i = e^mu / (e^mu + 1 / t_i - 1)``.
+
+    Args:
+        steps: number of evaluations T of one trajectory, at least 1.
+        image_tokens: packed latent tokens of the picture (height * width / 256 for FLUX).
+        base_tokens, max_tokens, base_shift, max_shift: the line that gives ``mu``
+            (``base_image_seq_len`` ... in the scheduler's configuration).
+
+    Returns:
+        float64 ``[steps + 1]``, strictly decreasing from 1 to 0.
+    """
+    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
+    mu = base_shift + slope * (image_tokens - base_tokens)
+    times = _linear_times(steps)
+    shifted = math.exp(mu) / (math.exp(mu) + 1 / times[:-1] - 1)
+    return torch.cat([shifted, times[-1:]])
+
+
+def _linear_times(steps: int) -> Tensor:
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; a schedule needs at least 1 step")
+    return torch.linspace(1, 0, steps + 1, dtype=torch.float64)

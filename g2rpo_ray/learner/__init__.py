@@ -1,0 +1,1 @@
+"""Learner: DeepSpeed ranks on Ray actors that turn integrated advantages into updates."""

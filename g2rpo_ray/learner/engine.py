@@ -1,0 +1,167 @@
+"""DeepSpeed behind one small interface: accumulate, step, and move state in and out by name."""
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+# Read by deepspeed at import: without a CUDA card it must not look for one.
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch import Tensor, nn
+
+from g2rpo_ray.config import LearnerSection
+from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.models.weights import load_weights, trainable_parameters
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LearnerError(RuntimeError):
+    """The learner cannot go on; the message says what was wrong and what to change."""
+
+
+def join_process_group(
+    rank: int, world_size: int, address: str, port: int, timeout_s: float
+) -> None:
+    """Enter the learner's process group: NCCL where every rank has a card, else gloo."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK="0",
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+    )
+    # DeepSpeed's shared-memory op for CPUs would need a C++ compiler on the machine; gloo does not.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+class LearnerEngine:
+    """One rank's policy under DeepSpeed ZeRO, with AdamW on fp32 master weights."""
+
+    def __init__(
+        self,
+        policy: FluxPolicy,
+        settings: LearnerSection,
+        state: Mapping[str, Tensor] | None = None,
+        updates: int = 0,
+    ) -> None:
+        """
+        Args:
+            policy: on this rank's device; its trainable parameters are optimised.
+            settings: of the learner.
+            state: what ``state()`` gave, to continue from it to the bit.
+            updates: optimizer steps behind that state.
+        """
+        self._settings = settings
+        self.updates = updates
+        self._names = list(trainable_parameters(policy))
+        if state is not None:
+            load_weights(policy, {name: state[f"weight.{name}"] for name in self._names})
+        optimizer = torch.optim.AdamW(
+            trainable_parameters(policy).values(),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        dtype = next(policy.parameters()).dtype
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+            model=policy,
+            optimizer=optimizer,
+            dist_init_required=False,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": 1,
+                "gradient_clipping": settings.max_grad_norm,
+                "zero_optimization": {"stage": settings.zero_stage},
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": dtype == torch.bfloat16},
+            },
+        )
+        self.policy: FluxPolicy = self._engine.module
+        if state is not None:
+            self._load_state(state)
+
+    def __call__(self, *args: object) -> Tensor:
+        velocity: Tensor = self._engine(*args)
+        return velocity
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update: a linear warm-up, then constant."""
+        share = (self.updates + 1) / max(1, self._settings.warmup_updates)
+        return self._settings.learning_rate * min(1.0, share)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Accumulate gradients; ``last`` marks the final pass before ``step`` on every rank."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss)
+
+    def step(self) -> float:
+        """Clip, update, and return the gradient norm before clipping.
+
+        Raises:
+            LearnerError: the gradient is not finite. The weights are already lost then.
+        """
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        if not torch.isfinite(torch.tensor(norm)):
+            raise LearnerError(
+                f"the gradient norm of update {self.updates} is {norm}: resume from the last "
+                "checkpoint with a smaller learner.learning_rate or learner.clip"
+            )
+        self.updates += 1
+        return norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """Trainable weights in the compute dtype, on the CPU; collective under ZeRO-3."""
+        return {
+            name: self._gathered(parameter).cpu().clone()
+            for name, parameter in self._parameters().items()
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """fp32 master weights and AdamW moments by name, on the CPU; collective.
+
+        Independent of ZeRO stage and number of ranks.
+        """
+        state = {}
+        for name, parameter in self._parameters().items():
+            state[f"weight.{name}"] = safe_get_full_fp32_param(parameter).cpu().clone()
+            for moment in MOMENTS:
+                value = safe_get_full_optimizer_state(parameter, moment)
+                state[f"{moment}.{name}"] = value.cpu().clone()
+        return state
+
+    def _load_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters().items():
+            safe_set_full_fp32_param(parameter, state[f"weight.{name}"])
+            for moment in MOMENTS:
+                safe_set_full_optimizer_state(parameter, state[f"{moment}.{name}"], moment)
+        for entry in self._optimizer.optimizer.state.values():
+            entry["step"].fill_(self.updates)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.policy.transformer.named_parameters() if n in self._names}
+
+    def _gathered(self, parameter: nn.Parameter) -> Tensor:
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            return parameter.detach().clone()

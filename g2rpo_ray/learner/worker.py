@@ -1,0 +1,81 @@
+"""Learner: one DeepSpeed rank on a Ray actor."""
+
+import socket
+from pathlib import Path
+
+import ray
+import torch
+from torch import Tensor
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.learner.checkpoint import (
+    CheckpointInfo,
+    delete_old_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+)
+from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
+from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups
+from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.lora import coverage
+from g2rpo_ray.models.weights import WeightReceipt, receipt
+from g2rpo_ray.rollout.group import RolloutGroup
+
+
+class Learner:
+    """One rank: its share of the groups, its shard of the optimizer."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        torch.set_num_threads(config.learner.threads)
+        self.config, self.rank = config, rank
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def free_address(self) -> tuple[str, int]:
+        """Address of this node and a free port on it, for the process group to meet at."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def start(self, address: str, port: int, checkpoint: Path | None) -> str:
+        """Join the group, load the model (or the checkpoint), and say what is trained."""
+        settings = self.config.learner
+        join_process_group(self.rank, settings.ranks, address, port, settings.timeout_s)
+        policy = load_policy(self.config).to(self.device)
+        if checkpoint is None:
+            self.engine = LearnerEngine(policy, settings)
+        else:
+            info, state = read_checkpoint(checkpoint)
+            self.engine = LearnerEngine(policy, settings, state, info.updates)
+        return coverage(policy.transformer)
+
+    def update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
+        """One iteration's update on this rank's share of ``groups``, given in id order."""
+        shares = assign(len(groups), self.rank, self.config.learner.ranks)
+        mine: list[RolloutGroup] = ray.get([groups[index] for index, _ in shares])
+        assignments = [
+            Assignment(group, weight) for group, (_, weight) in zip(mine, shares, strict=True)
+        ]
+        return update_on_groups(
+            self.engine,
+            assignments,
+            config=self.config,
+            prompts=len(groups),
+            ranks=self.config.learner.ranks,
+            device=self.device,
+        )
+
+    def export_weights(self, version: int) -> tuple[WeightReceipt | None, dict[str, Tensor] | None]:
+        """Receipt and trainable weights from rank 0; the others only take part."""
+        weights = self.engine.weights()
+        return (receipt(version, weights), weights) if self.rank == 0 else (None, None)
+
+    def save(self, folder: Path, info: CheckpointInfo) -> None:
+        """Write a checkpoint from rank 0 and delete those that are too old."""
+        state = self.engine.state()
+        if self.rank == 0:
+            write_checkpoint(folder, info, state)
+            delete_old_checkpoints(folder.parent.parent, self.config.checkpoint.keep_last)
+
+    def updates(self) -> int:
+        return self.engine.updates

@@ -1,0 +1,1 @@
+"""What denoises, encodes and decodes: loading, the FLUX policy, LoRA, VAE, text encoders."""

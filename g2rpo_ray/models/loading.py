@@ -1,0 +1,107 @@
+"""Opening a model folder in diffusers' layout, with errors that name the part and the cause."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+from safetensors import SafetensorError
+from transformers import CLIPTextModel, CLIPTokenizerFast, T5EncoderModel, T5TokenizerFast
+
+from g2rpo_ray.config import ModelSection, resolve_path
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+PARTS = {
+    "transformer": FluxTransformer2DModel,
+    "vae": AutoencoderKL,
+    "text_encoder": CLIPTextModel,
+    "text_encoder_2": T5EncoderModel,
+    "tokenizer": CLIPTokenizerFast,
+    "tokenizer_2": T5TokenizerFast,
+}
+_CONFIG_FILES = {
+    "text_encoder": "config.json",
+    "text_encoder_2": "config.json",
+    "transformer": "config.json",
+    "vae": "config.json",
+    "tokenizer": "tokenizer_config.json",
+    "tokenizer_2": "tokenizer_config.json",
+}
+
+
+class ModelFolderError(RuntimeError):
+    """A model folder is missing, incomplete or does not fit; the message names part and cause."""
+
+
+def check_model_folder(model: ModelSection) -> Path:
+    """The folder of ``model.path``, with every part in place (weights are checked on loading).
+
+    Raises:
+        ModelFolderError: the folder or a part of it is missing, or is of another class.
+    """
+    folder = resolve_path(model.path)
+    index_file = folder / "model_index.json"
+    if not folder.is_dir():
+        raise ModelFolderError(f"model.path {model.path!r}: no such folder ({folder})")
+    if not index_file.is_file():
+        raise ModelFolderError(
+            f"{folder}: no model_index.json; expected a folder in diffusers' layout, as "
+            "FluxPipeline.save_pretrained writes it"
+        )
+    index = _read_json(index_file)
+    for part, expected in PARTS.items():
+        if not (folder / part / _CONFIG_FILES[part]).is_file():
+            raise ModelFolderError(
+                f"{folder}: part '{part}' is missing ({part}/{_CONFIG_FILES[part]} not found); "
+                f"needed parts: {', '.join(PARTS)}"
+            )
+        found = str((index.get(part) or ["", ""])[1])
+        if not part.startswith("tokenizer") and found != expected.__name__:
+            raise ModelFolderError(
+                f"{index_file}: part '{part}' is a {found or 'missing entry'}; this system trains "
+                f"FLUX-type models, whose {part} is a {expected.__name__}"
+            )
+    return folder
+
+
+def load_part(model: ModelSection, part: str, dtype: torch.dtype) -> Any:
+    """Load one model of the folder in ``dtype``, in evaluation mode, on the CPU.
+
+    Raises:
+        ModelFolderError: weights are missing, cut short, unexpected, or of other shapes.
+    """
+    folder = resolve_path(model.path) / part
+    cls = PARTS[part]
+    is_network = not part.startswith("tokenizer")
+    # Without use_safetensors the libraries would fall back to pickled weights.
+    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
+    try:
+        loaded = cls.from_pretrained(
+            folder,
+            local_files_only=True,
+            **(options | {"torch_dtype": dtype} if is_network else {}),
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelFolderError(f"{folder}: cannot be loaded as {cls.__name__}: {error}") from error
+    if not is_network:
+        return loaded
+    network, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelFolderError(
+            f"{folder}: the weight files lack {len(missing)} tensors of {cls.__name__}, first "
+            f"{', '.join(missing[:3])}; the folder is incomplete or of another model"
+        )
+    return network.eval().requires_grad_(False)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelFolderError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelFolderError(f"{path}: expected a JSON object")
+    return content

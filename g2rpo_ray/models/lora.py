@@ -1,0 +1,64 @@
+"""LoRA adapters through peft, on explicit modules, with the coverage checked."""
+
+import torch
+from diffusers import FluxTransformer2DModel
+from peft import LoraConfig
+
+from g2rpo_ray.config import LoraSection
+from g2rpo_ray.models.loading import ModelFolderError
+
+ADAPTER = "default"
+
+FLUX_TARGETS = [
+    # Double blocks: both streams' attention and feed-forward.
+    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+    "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
+    # Single blocks: attention as above, and the joint feed-forward.
+    "proj_mlp", "single_transformer_blocks.*.proj_out",
+]  # fmt: skip
+
+
+def add_lora(transformer: FluxTransformer2DModel, lora: LoraSection, seed: int) -> None:
+    """Inject trainable adapters; everything else is frozen.
+
+    A adapters start random (from ``seed``), B adapters at zero: the model is unchanged at first.
+
+    Raises:
+        ModelFolderError: a target matches no module.
+    """
+    targets = lora.target_modules or FLUX_TARGETS
+    matched: set[str] = set()
+    linear = [n for n, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
+    for target in targets:
+        hits = {name for name in linear if _matches(name, target)}
+        if not hits:
+            raise ModelFolderError(
+                f"model.lora.target_modules: {target!r} matches no linear layer of "
+                f"{type(transformer).__name__}; examples of layers: {', '.join(linear[:4])}"
+            )
+        matched |= hits
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer.add_adapter(
+            LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=sorted(matched)),
+            adapter_name=ADAPTER,
+        )
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def coverage(transformer: torch.nn.Module) -> str:
+    """One line that says what is trained: modules, tensors and parameters."""
+    trained = {n: p for n, p in transformer.named_parameters() if p.requires_grad}
+    total = sum(p.numel() for p in transformer.parameters())
+    count = sum(p.numel() for p in trained.values())
+    modules = len({name.rsplit(".lora_", 1)[0].rsplit(".", 1)[0] for name in trained})
+    return f"{count:,} of {total:,} parameters in {len(trained)} tensors of {modules} modules"
+
+
+def _matches(name: str, target: str) -> bool:
+    head, star, tail = target.partition("*.")
+    if star:
+        return name.startswith(head) and name.endswith("." + tail)
+    return name == target or name.endswith("." + target)

@@ -1,0 +1,1 @@
+"""Prompts: reading files, the order in which training sees them, and their embeddings."""

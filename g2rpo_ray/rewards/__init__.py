@@ -1,0 +1,1 @@
+"""Rewards: scorers that run without Ray, and the Ray Serve deployments that serve them."""

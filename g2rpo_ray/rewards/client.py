@@ -1,0 +1,94 @@
+"""Asking the reward servers: retries, deadlines, and never a number that no scorer gave."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+import torch
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from torch import Tensor
+
+from g2rpo_ray.config import RewardSection
+from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rewards.server import ScoreRequest
+
+
+class InvalidRewardError(RuntimeError):
+    """A reward stayed without a usable number; names scorer, prompt and cause."""
+
+
+@dataclass(frozen=True)
+class RewardClient:
+    """Scores pictures with every reward of a run; made by the driver, used by rollout workers."""
+
+    handles: Mapping[str, DeploymentHandle]
+    rewards: Mapping[str, RewardSection]
+    stop_on_invalid: bool
+    """Raise for an unusable reward; else leave NaN, which drops the group."""
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.rewards)
+
+    def submit(self, prompt: str, pictures: Tensor, names: list[str]) -> "PendingScores":
+        """Send pictures (uint8 ``[B, H, W, 3]``, one prompt) to the named rewards; returns at once."""
+        request = ScoreRequest(prompt, pictures)
+        sent = {name: self.handles[name].score.remote(request) for name in names}
+        return PendingScores(self, request, sent, time.monotonic())
+
+
+@dataclass(frozen=True)
+class PendingScores:
+    """Requests under way for one group of pictures."""
+
+    client: RewardClient
+    request: ScoreRequest
+    sent: Mapping[str, DeploymentResponse]
+    sent_at_s: float
+
+    def result(self) -> dict[str, Tensor]:
+        """Wait for all scores: reward name -> float32 ``[B]``.
+
+        Raises:
+            InvalidRewardError: a reward is not usable after its retries, and the run is to stop.
+        """
+        return {name: self._result_of(name) for name in self.sent}
+
+    def _result_of(self, name: str) -> Tensor:
+        reward = self.client.rewards[name]
+        response, sent_at_s = self.sent[name], self.sent_at_s
+        for attempt in range(reward.retries + 1):
+            if attempt > 0:
+                response, sent_at_s = self._send_again(name), time.monotonic()
+            try:
+                remaining_s = max(0.0, sent_at_s + reward.timeout_s - time.monotonic())
+                answer = response.result(timeout_s=remaining_s)
+                cause = self._fault_of(answer)
+            except TimeoutError:
+                cause = f"no answer within {reward.timeout_s:g} s (rewards.{name}.timeout_s)"
+            except (RayServeException, ray.exceptions.RayError) as error:
+                cause = f"the replica failed: {error}"
+            if cause is None:
+                assert isinstance(answer, Tensor)
+                return answer
+        message = (
+            f"reward {name!r} has no usable score for prompt {self.request.prompt!r:.80} after "
+            f"{reward.retries + 1} tries: {cause}"
+        )
+        if self.client.stop_on_invalid:
+            raise InvalidRewardError(message)
+        print(f"warning: {message}; its group is dropped", flush=True)
+        return torch.full((len(self.request.pictures),), torch.nan)
+
+    def _send_again(self, name: str) -> DeploymentResponse:
+        return self.client.handles[name].score.remote(self.request)
+
+    @staticmethod
+    def _fault_of(answer: Tensor | ScorerError) -> str | None:
+        if isinstance(answer, ScorerError):
+            return str(answer)
+        if not bool(answer.isfinite().all()):
+            return f"{int((~answer.isfinite()).sum())} of {len(answer)} scores are NaN or infinite"
+        return None

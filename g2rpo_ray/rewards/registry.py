@@ -1,0 +1,31 @@
+"""Every scorer by name: a new one is a module with a RewardScorer class and one line here."""
+
+from typing import Any
+
+from g2rpo_ray.config import Section
+from g2rpo_ray.rewards.clip import ClipScorer
+from g2rpo_ray.rewards.custom import PythonScorer
+from g2rpo_ray.rewards.hps import HpsScorer
+from g2rpo_ray.rewards.oracle import OracleScorer
+from g2rpo_ray.rewards.scorer import RewardScorer
+
+SCORERS: dict[str, type[RewardScorer]] = {
+    scorer.kind: scorer for scorer in (HpsScorer, ClipScorer, OracleScorer, PythonScorer)
+}
+
+
+def parse_options(kind: str, options: dict[str, Any]) -> Section:
+    """Options of a scorer, checked.
+
+    Raises:
+        ValueError: no such scorer.
+        pydantic.ValidationError: the options do not fit it.
+    """
+    if kind not in SCORERS:
+        raise ValueError(f"no scorer {kind!r}; known are {', '.join(sorted(SCORERS))}")
+    return SCORERS[kind].Options.model_validate(options)
+
+
+def make_scorer(kind: str, options: dict[str, Any], device: str) -> RewardScorer:
+    """Load a scorer on a device (``cpu``, ``cuda``)."""
+    return SCORERS[kind](parse_options(kind, options), device)

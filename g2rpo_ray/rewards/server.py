@@ -1,0 +1,146 @@
+"""RewardServer: one Ray Serve deployment for each reward; handles only, no HTTP."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatusOverview
+from torch import Tensor
+
+from g2rpo_ray.config import RewardSection
+from g2rpo_ray.rewards.registry import make_scorer
+from g2rpo_ray.rewards.scorer import ScorerError
+
+REQUESTS_PER_REPLICA = 32
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Pictures of one prompt: a whole group, so that calls are few and large."""
+
+    prompt: str
+    pictures: Tensor
+    """uint8 ``[B, H, W, 3]``."""
+
+
+class RewardServer:
+    """A replica: one scorer behind ``score``."""
+
+    def __init__(self, name: str, reward: RewardSection) -> None:
+        torch.set_num_threads(reward.threads)
+        device = "cuda" if reward.gpus_per_replica > 0 else "cpu"
+        self._name, self._reward = name, reward
+        self._scorer = make_scorer(reward.kind, reward.options, device)
+        self.score.set_max_batch_size(reward.merge_requests)  # type: ignore[attr-defined]
+
+    @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.005)
+    async def score(self, requests: list[ScoreRequest]) -> list[Tensor | ScorerError]:
+        """float32 ``[B]`` for each request; an error fails its request alone."""
+        if len(requests) == 1:
+            return [self._answer(requests[0].pictures, [requests[0].prompt])]
+        sizes = [len(request.pictures) for request in requests]
+        merged = torch.cat([request.pictures for request in requests])
+        prompts = [r.prompt for r, size in zip(requests, sizes, strict=True) for _ in range(size)]
+        answer = self._answer(merged, prompts)
+        if isinstance(answer, ScorerError):
+            # One bad request must not fail those it met.
+            return [self._answer(request.pictures, [request.prompt]) for request in requests]
+        return list(answer.split(sizes))
+
+    def _answer(self, pictures: Tensor, prompts: list[str]) -> Tensor | ScorerError:
+        prompts = prompts * (len(pictures) // len(prompts))
+        size = self._reward.batch_size
+        try:
+            parts = [
+                self._scorer.score(pictures[i : i + size], prompts[i : i + size])
+                for i in range(0, len(pictures), size)
+            ]
+            return self._checked(torch.cat(parts), len(pictures))
+        except Exception as error:  # noqa: BLE001  (user code; the caller retries, drops or stops)
+            return ScorerError(f"reward {self._name!r}: {type(error).__name__}: {error}")
+
+    def _checked(self, scores: Tensor, expected: int) -> Tensor:
+        if scores.shape != (expected,):
+            raise ScorerError(
+                f"returned shape {tuple(scores.shape)} for {expected} pictures; expected "
+                f"({expected},)"
+            )
+        return scores.float()
+
+
+@contextmanager
+def reward_servers(
+    prefix: str, rewards: dict[str, RewardSection], start_timeout_s: float
+) -> Iterator[dict[str, DeploymentHandle]]:
+    """Deploy all rewards, yield a handle for each, and take exactly them down at the end.
+
+    Args:
+        prefix: unique on the cluster; an application is named ``<prefix>-<reward>``.
+
+    Raises:
+        ScorerError: a scorer did not start within the time, with Serve's reason.
+    """
+    names = {name: f"{prefix}-{name}" for name in rewards}
+    serve.start(proxy_location="Disabled")
+    try:
+        handles = serve.run_many(
+            [
+                serve.RunTarget(_deployment(name, rewards[name]), name=app, route_prefix=None)
+                for name, app in names.items()
+            ],
+            wait_for_applications_running=False,
+        )
+        _wait_until_running(names, time.monotonic() + start_timeout_s)
+        yield dict(zip(names, handles, strict=True))
+    finally:
+        for app in names.values():
+            serve.delete(app)
+        if not serve.status().applications:
+            serve.shutdown()
+
+
+def _deployment(name: str, reward: RewardSection) -> serve.Application:
+    deployment = serve.deployment(
+        name=name,
+        max_ongoing_requests=REQUESTS_PER_REPLICA,
+        ray_actor_options={
+            "num_cpus": reward.cpus_per_replica,
+            "num_gpus": reward.gpus_per_replica,
+        },
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=reward.min_replicas,
+            max_replicas=reward.max_replicas,
+            target_ongoing_requests=REQUESTS_PER_REPLICA / 4,
+            upscale_delay_s=5,
+            downscale_delay_s=60,
+        ),
+    )(RewardServer)
+    return deployment.bind(name, reward)
+
+
+def _wait_until_running(apps: dict[str, str], deadline: float) -> None:
+    while True:
+        status = {name: serve.status().applications[app] for name, app in apps.items()}
+        for name, app_status in status.items():
+            if app_status.status == "DEPLOY_FAILED":
+                raise ScorerError(f"reward {name!r} did not start: {_reason(app_status)}")
+        waiting = [name for name, s in status.items() if s.status != "RUNNING"]
+        if not waiting:
+            return
+        if time.monotonic() > deadline:
+            reasons = "; ".join(f"{name}: {_reason(status[name])}" for name in waiting)
+            raise ScorerError(
+                f"rewards {', '.join(waiting)} did not start within cluster.start_timeout_s; "
+                f"Serve says {reasons or 'nothing'}"
+            )
+        time.sleep(0.2)
+
+
+def _reason(app_status: ApplicationStatusOverview) -> str:
+    messages = [app_status.message, *(d.message for d in app_status.deployments.values())]
+    return " ".join(message for message in messages if message).strip()

@@ -1,0 +1,1 @@
+"""Rollout: anchors, singular-SDE branches and multi-granularity completions, on Ray actors."""

@@ -1,0 +1,77 @@
+"""RolloutGroup: the contract between rollout and learner."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.algorithm import noise
+from g2rpo_ray.algorithm.sde import SdeStep
+from g2rpo_ray.prompts.dataset import Prompt
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """Names a rollout uniquely in a run; with ``run_seed`` it determines all of its noise."""
+
+    run_seed: int
+    group_id: int
+    """iteration * prompts_per_iteration + slot: also the order in which the learner sees it."""
+
+    def initial_noise(self, shape: tuple[int, int], member: int = 0) -> Tensor:
+        """float32 ``[tokens, channels]``: where a trajectory starts."""
+        return noise.normal(shape, self.run_seed, self.group_id, "initial", member)
+
+    def branch_noise(self, shape: tuple[int, int], sde_step: int, members: int) -> Tensor:
+        """float32 ``[members, tokens, channels]``: what the stochastic step injects."""
+        draws = (
+            noise.normal(shape, self.run_seed, self.group_id, "branch", sde_step, member)
+            for member in range(members)
+        )
+        return torch.stack(list(draws))
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """One prompt of one iteration: everything the learner needs, noise left out.
+
+    K trained SDE steps, M members, L latents per step: 1 where the members share x_k (G2RPO),
+    M where each walks its own trajectory (the baselines).
+    """
+
+    key: GroupKey
+    iteration: int
+    weight_version: int
+    """Version of the weights that drew it."""
+    prompt: Prompt
+    sde_steps: list[SdeStep]
+    """K stochastic steps, by value: the learner needs no schedule."""
+    step_indices: list[int]
+    """K indices into the schedule; they seed the branch noise."""
+    latents: Tensor
+    """float32 ``[K, L, tokens, channels]``: x_k."""
+    velocities: Tensor
+    """float32 ``[K, L, tokens, channels]``: v(x_k) under ``weight_version``."""
+    rewards: Tensor
+    """float32 ``[R, granularities, K, M]``; NaN where a scorer failed."""
+    reward_names: list[str]
+    """R names, sorted."""
+    evaluations: int
+    """Velocity predictions that were made, counted at the network."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by phase: ``denoise_s``, ``decode_s``, ``score_s``."""
+
+    @property
+    def members(self) -> int:
+        return self.rewards.shape[-1]
+
+    def next_latents(self, position: int) -> Tensor:
+        """float32 ``[M, tokens, channels]``: x_{k+1} of every member, re-made from the seeds.
+
+        The same function of the same numbers as in the rollout, so it is equal to the bit.
+        """
+        step = self.sde_steps[position]
+        mean = step.mean(self.latents[position], self.velocities[position])
+        shape = (mean.shape[-2], mean.shape[-1])
+        injected = self.key.branch_noise(shape, self.step_indices[position], self.members)
+        return step.sample(mean, injected.to(mean.device))

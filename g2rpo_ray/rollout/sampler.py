@@ -1,0 +1,141 @@
+"""Batched sampling with one policy: anchors, completions and plain trajectories.
+
+Without Ray, rewards or decoding, so that it runs in a notebook and in ``scripts/check_golden.py``.
+A batch holds evaluations of one prompt only: its composition, and so its rounding, is a function
+of the prompt alone.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.algorithm.granularity import PlanNode, branch_plan
+from g2rpo_ray.algorithm.sde import euler_step, predict_x0
+from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.flux import FluxPolicy
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Deterministic walks from noise to pictures."""
+
+    latents: Tensor
+    """float32 ``[T + 1, B, tokens, channels]``: x_0 .. x_T by schedule index."""
+    velocities: Tensor
+    """float32 ``[T, B, tokens, channels]``."""
+
+    @property
+    def x0(self) -> Tensor:
+        """float32 ``[B, tokens, channels]``: the clean latents at the end."""
+        return self.latents[-1]
+
+
+@dataclass(order=True)
+class _Pending:
+    """An evaluation that can run now; the smallest runs first."""
+
+    priority: tuple[int, int, int, int]
+    node: PlanNode = field(compare=False)
+    position: int = field(compare=False)
+    member: int = field(compare=False)
+    x: Tensor = field(compare=False)
+
+
+class Sampler:
+    """Draws with one policy on one schedule, a prompt at a time."""
+
+    def __init__(self, policy: FluxPolicy, sigmas: Tensor, batch_size: int) -> None:
+        """
+        Args:
+            policy: on its device.
+            sigmas: float64 ``[T + 1]``.
+            batch_size: most evaluations in one pass of the network.
+        """
+        self.policy, self.sigmas, self.batch_size = policy, sigmas, batch_size
+
+    @property
+    def steps(self) -> int:
+        return len(self.sigmas) - 1
+
+    @torch.no_grad()
+    def trajectory(self, noise: Tensor, embeds: PromptEmbeds) -> Trajectory:
+        """Walk the whole schedule by ODE.
+
+        Args:
+            noise: float32 ``[B, tokens, channels]``, at sigma 1.
+        """
+        x, latents, velocities = noise, [noise], []
+        for index in range(self.steps):
+            v = self._velocity(x, [index] * len(x), embeds)
+            x = euler_step(x, v, float(self.sigmas[index]), float(self.sigmas[index + 1]))
+            velocities.append(v)
+            latents.append(x)
+        return Trajectory(torch.stack(latents), torch.stack(velocities))
+
+    @torch.no_grad()
+    def completions(
+        self,
+        branches: Tensor,
+        step_indices: Sequence[int],
+        granularities: Sequence[int],
+        embeds: PromptEmbeds,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Finish every branch by ODE on every granularity, sharing common prefixes.
+
+        All SDE steps, members and granularities flow through one queue, early SDE steps first, so
+        that batches stay full while finished steps can already be decoded and scored.
+
+        Args:
+            branches: float32 ``[K, M, tokens, channels]``: x_{k+1} of every member.
+            step_indices: the K SDE steps k.
+            granularities: Lambda.
+
+        Yields:
+            ``(position of the step in step_indices, x_0 float32 [granularities, M, tokens,
+            channels])``, each step once, as soon as it is complete.
+        """
+        members = branches.shape[1]
+        queue: list[_Pending] = []
+        for position, k in enumerate(step_indices):
+            root = branch_plan(self.steps, k, granularities)
+            for member in range(members):
+                self._push(queue, root, position, member, branches[position, member])
+        results = branches.new_empty(len(step_indices), len(granularities), *branches.shape[1:])
+        missing = [len(granularities) * members] * len(step_indices)
+
+        while queue:
+            batch = [heapq.heappop(queue) for _ in range(min(self.batch_size, len(queue)))]
+            x = torch.stack([item.x for item in batch])
+            velocities = self._velocity(x, [item.node.index for item in batch], embeds)
+            for item, v in zip(batch, velocities, strict=True):
+                sigma = float(self.sigmas[item.node.index])
+                for granularity in item.node.completes:
+                    results[item.position, granularity, item.member] = predict_x0(item.x, v, sigma)
+                    missing[item.position] -= 1
+                for index, child in item.node.children.items():
+                    x_next = euler_step(item.x, v, sigma, float(self.sigmas[index]))
+                    self._push(queue, child, item.position, item.member, x_next)
+            for position in sorted({item.position for item in batch}):
+                if missing[position] == 0:
+                    yield position, results[position]
+
+    def _push(
+        self, queue: list[_Pending], node: PlanNode, position: int, member: int, x: Tensor
+    ) -> None:
+        # Within a step the longest remaining path goes first, so that it ends with full batches.
+        priority = (position, -node.depth, member, node.index)
+        heapq.heappush(queue, _Pending(priority, node, position, member, x))
+
+    def _velocity(self, x: Tensor, indices: list[int], embeds: PromptEmbeds) -> Tensor:
+        sigma = self.sigmas[indices].to(x.device, torch.float32)
+        return torch.cat(
+            [
+                self.policy(x_part, sigma_part, embeds)
+                for x_part, sigma_part in zip(
+                    x.split(self.batch_size), sigma.split(self.batch_size), strict=True
+                )
+            ]
+        )

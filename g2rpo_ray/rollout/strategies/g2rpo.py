@@ -1,0 +1,51 @@
+"""G2RPO: singular stochastic sampling, completed on several granularities (arXiv 2510.01982)."""
+
+import torch
+
+from g2rpo_ray.algorithm.granularity import RolloutCounts, count_g2rpo
+from g2rpo_ray.algorithm.sde import SdeStep
+from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.rollout.group import GroupKey
+from g2rpo_ray.rollout.sampler import Sampler
+from g2rpo_ray.rollout.strategies.base import Draw, Strategy
+
+
+class G2rpoStrategy(Strategy):
+    """One anchor for the prompt; M branches from each SDE step, which share its latents."""
+
+    def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey) -> Draw:
+        sampling, recipe = self.config.sampling, self.config.g2rpo
+        device = embeds.t5.device
+        shape = sampler.policy.shape.packed
+
+        anchor = sampler.trajectory(key.initial_noise(shape)[None].to(device), embeds)
+        latents, velocities, steps, branches = [], [], [], []
+        for k in recipe.sde_steps:
+            step = SdeStep.at(sampler.sigmas, k, sampling.sde, sampling.eta)
+            x, v = anchor.latents[k], anchor.velocities[k]
+            noise = key.branch_noise(shape, k, sampling.members).to(device)
+            branches.append(step.sample(step.mean(x, v), noise))
+            latents.append(x)
+            velocities.append(v)
+            steps.append(step)
+
+        completions = sampler.completions(
+            torch.stack(branches), recipe.sde_steps, recipe.granularities, embeds
+        )
+        return Draw(
+            sde_steps=steps,
+            step_indices=list(recipe.sde_steps),
+            latents=torch.stack(latents),
+            velocities=torch.stack(velocities),
+            granularities=len(recipe.granularities),
+            finished=(([position], x0) for position, x0 in completions),
+        )
+
+    def counts(self) -> RolloutCounts:
+        recipe = self.config.g2rpo
+        return count_g2rpo(
+            self.config.sampling.steps,
+            recipe.sde_steps,
+            recipe.granularities,
+            self.config.sampling.members,
+        )

@@ -1,0 +1,192 @@
+"""RolloutWorker: one policy and VAE on a Ray actor; draws, decodes, and has pictures scored."""
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.algorithm import noise
+from g2rpo_ray.algorithm.schedule import dynamic_shift_schedule, static_shift_schedule
+from g2rpo_ray.config import Config, SamplingSection
+from g2rpo_ray.models.flux import LatentShape, load_policy
+from g2rpo_ray.models.loading import DTYPES, load_part
+from g2rpo_ray.models.vae import PictureDecoder
+from g2rpo_ray.models.weights import WeightReceipt, load_weights, receipt, trainable_parameters
+from g2rpo_ray.prompts.dataset import Prompt
+from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
+from g2rpo_ray.rollout.sampler import Sampler
+from g2rpo_ray.rollout.strategies import make_strategy
+
+
+class PendingScores(Protocol):
+    """Scores under way."""
+
+    def result(self) -> dict[str, Tensor]:
+        """Reward name -> float32 ``[B]``; NaN for a failed reward, if the run goes on then."""
+
+
+class Scoring(Protocol):
+    """What a worker needs of the reward servers."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def submit(self, prompt: str, pictures: Tensor, names: list[str]) -> PendingScores: ...
+
+
+@dataclass(frozen=True)
+class RolloutSummary:
+    """The small part of a rollout that the driver looks at."""
+
+    group_id: int
+    weight_version: int
+    evaluations: int
+    pictures: int
+    seconds: dict[str, float]
+    reward_mean: dict[str, float]
+    """Mean of each reward over all pictures; NaN where all failed."""
+    reward_spread: dict[str, float]
+    """Mean over (granularity, step) of the standard deviation inside the group."""
+    constant_share: dict[str, float]
+    """Share of (granularity, step) whose spread is at most ``advantage.min_spread``."""
+
+
+@dataclass(frozen=True)
+class HeldoutPictures:
+    """Evaluation of one held-out prompt."""
+
+    prompt_id: int
+    prompt: str
+    pictures: Tensor
+    """uint8 ``[J, H, W, 3]``."""
+    scores: dict[str, Tensor]
+    """Reward name -> float32 ``[J]``."""
+    evaluations: int
+
+
+def schedule_of(sampling: SamplingSection, steps: int, shape: LatentShape) -> Tensor:
+    """The configured schedule, float64 ``[steps + 1]``."""
+    if sampling.schedule == "dynamic":
+        return dynamic_shift_schedule(steps, shape.packed[0])
+    return static_shift_schedule(steps, sampling.shift)
+
+
+class RolloutWorker:
+    """Draws groups with the weights it was last given. A plain class: Ray wraps it in the pool."""
+
+    def __init__(self, config: Config, scoring: Scoring) -> None:
+        torch.set_num_threads(config.rollout.threads)
+        self.config, self.scoring = config, scoring
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.policy = load_policy(config).to(self.device)
+        vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(self.device)
+        self.shape = self.policy.shape
+        self.decoder = PictureDecoder(vae, self.shape, config.rollout.decode_batch_size)
+        self.strategy = make_strategy(config)
+        self.weight_version = 0
+        """0 are the weights of the model folder."""
+
+    def receive_weights(self, version: int, weights: dict[str, Tensor]) -> WeightReceipt:
+        """Take over new weights and answer with what the model now really holds."""
+        load_weights(self.policy, weights)
+        self.weight_version = version
+        return receipt(version, trainable_parameters(self.policy))
+
+    def rollout(
+        self, prompt: Prompt, group_id: int, iteration: int
+    ) -> tuple[RolloutSummary, RolloutGroup]:
+        """Draw, decode and score one prompt; scoring runs while the next step is completed."""
+        config = self.config
+        key = GroupKey(config.seed, group_id)
+        evaluations_before = self.policy.evaluations
+        clock = _Clock()
+
+        draw = self.strategy.draw(self._sampler(config.sampling.steps), self._embeds(prompt), key)
+        names = sorted(config.trained_rewards)
+        rewards = torch.full(
+            (len(names), draw.granularities, len(draw.sde_steps), config.sampling.members),
+            torch.nan,
+        )
+        pending = []
+        for positions, x0 in draw.finished:
+            clock.lap("denoise_s")
+            pictures = self.decoder.decode(x0.flatten(0, 1))
+            pending.append((positions, self.scoring.submit(prompt.text, pictures, names)))
+            clock.lap("decode_s")
+        clock.lap("denoise_s")
+        for positions, scores in pending:
+            for row, values in enumerate(scores.result().values()):
+                rewards[row][:, positions] = values.view(draw.granularities, 1, -1)
+        clock.lap("score_s")
+
+        group = RolloutGroup(
+            key=key,
+            iteration=iteration,
+            weight_version=self.weight_version,
+            prompt=prompt,
+            sde_steps=draw.sde_steps,
+            step_indices=draw.step_indices,
+            latents=draw.latents.cpu(),
+            velocities=draw.velocities.cpu(),
+            rewards=rewards,
+            reward_names=names,
+            evaluations=self.policy.evaluations - evaluations_before,
+            seconds=clock.seconds,
+        )
+        return self._summary(group), group
+
+    def evaluate(self, prompt: Prompt) -> HeldoutPictures:
+        """Draw a held-out prompt by ODE from fixed seeds and score it with every reward."""
+        settings = self.config.evaluation
+        before = self.policy.evaluations
+        # Without the run's seed: all runs and iterations are judged from the same noise.
+        start = [
+            noise.normal(self.shape.packed, "heldout", prompt.prompt_id, number)
+            for number in range(settings.pictures_per_prompt)
+        ]
+        sampler = self._sampler(settings.steps)
+        x0 = sampler.trajectory(torch.stack(start).to(self.device), self._embeds(prompt)).x0
+        pictures = self.decoder.decode(x0)
+        scores = self.scoring.submit(prompt.text, pictures, self.scoring.names).result()
+        evaluations = self.policy.evaluations - before
+        return HeldoutPictures(prompt.prompt_id, prompt.text, pictures, scores, evaluations)
+
+    def _sampler(self, steps: int) -> Sampler:
+        sigmas = schedule_of(self.config.sampling, steps, self.shape)
+        return Sampler(self.policy, sigmas, self.config.rollout.batch_size)
+
+    def _embeds(self, prompt: Prompt):  # noqa: ANN202
+        return prompt.embeds.to(self.device)
+
+    def _summary(self, group: RolloutGroup) -> RolloutSummary:
+        by_reward = dict(zip(group.reward_names, group.rewards, strict=True))
+        spread = {name: values.std(dim=-1) for name, values in by_reward.items()}
+        limit = self.config.advantage.min_spread
+        return RolloutSummary(
+            group_id=group.key.group_id,
+            weight_version=group.weight_version,
+            evaluations=group.evaluations,
+            pictures=group.rewards[0].numel(),
+            seconds=group.seconds,
+            reward_mean={name: float(values.nanmean()) for name, values in by_reward.items()},
+            reward_spread={name: float(values.nanmean()) for name, values in spread.items()},
+            constant_share={
+                name: float((values <= limit).float().mean()) for name, values in spread.items()
+            },
+        )
+
+
+class _Clock:
+    """Wall time by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last_s = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap to ``phase``."""
+        now_s = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now_s - self._last_s
+        self._last_s = now_s
