@@ -1,0 +1,87 @@
+"""Trains the small AutoencoderKL whose latents have FLUX's statistics."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from g2rpo_ray.tiny_world.training.pictures import PictureSource, to_network, to_pictures
+from g2rpo_ray.tiny_world.training.support import Progress, half_precision, save_half
+
+SCALING, SHIFT = 0.3611, 0.1159  # FLUX.1's: (latent - SHIFT) * SCALING has about unit variance
+
+
+@dataclass(frozen=True)
+class AutoencoderEffort:
+    steps: int
+    batch: int
+    learning_rate: float = 2e-3
+
+
+def new_autoencoder() -> AutoencoderKL:
+    """AutoencoderKL with FLUX's form: factor 8, 16 latent channels, no quantisation layers."""
+    widths = (16, 16, 32, 48)
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * len(widths),
+        up_block_types=("UpDecoderBlock2D",) * len(widths),
+        block_out_channels=widths,
+        layers_per_block=1,
+        norm_num_groups=8,
+        latent_channels=16,
+        sample_size=64,
+        scaling_factor=SCALING,
+        shift_factor=SHIFT,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+
+
+def encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
+    """uint8 [B, 64, 64, 3] to normalised latents, float32 [B, 16, 8, 8]."""
+    latents = vae.encode(to_network(pictures)).latent_dist.mode()
+    return (latents.float() - SHIFT) * SCALING
+
+
+def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
+    """Normalised latents [B, 16, 8, 8] to pictures, uint8 [B, 64, 64, 3]."""
+    return to_pictures(vae.decode(latents / SCALING + SHIFT).sample)
+
+
+def train_autoencoder(
+    folder: Path, effort: AutoencoderEffort, device: torch.device, seed: int
+) -> None:
+    """Train and write the `vae` folder.
+
+    Two terms beside the reconstruction error: the usual KL, very weak, and one that holds mean and
+    spread of every latent channel at what FLUX's shift and scaling undo.
+    """
+    torch.manual_seed(seed)
+    source = PictureSource(device, seed)
+    vae = new_autoencoder().to(device).train()
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=effort.learning_rate, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, effort.learning_rate, total_steps=effort.steps, pct_start=0.05
+    )
+    progress = Progress("vae", effort.steps)
+    for step in range(effort.steps):
+        values = to_network(source.draw(source.captions(effort.batch)))
+        with half_precision(device):
+            posterior = vae.encode(values).latent_dist
+            decoded = vae.decode(posterior.sample()).sample.float()
+        mean = (posterior.mean.float() - SHIFT) * SCALING
+        log_var = posterior.logvar.float() + 2 * torch.tensor(SCALING).log()
+        kl = 0.5 * (mean**2 + log_var.exp() - 1 - log_var).mean()
+        spread, centre = torch.std_mean(mean, dim=(0, 2, 3))
+        statistics = (centre**2 + (spread - 1) ** 2).mean()
+        error = F.mse_loss(decoded, values) + 0.2 * F.l1_loss(decoded, values)
+        loss = error + 3e-5 * kl + 0.01 * statistics
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        progress.show(step, loss)
+    save_half(vae, folder)

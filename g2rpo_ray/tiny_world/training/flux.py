@@ -1,0 +1,301 @@
+"""Trains the small FLUX with its text encoders, and stops while it still has much to learn."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+from g2rpo_ray.tiny_world.oracle import check
+from g2rpo_ray.tiny_world.scene import all_captions
+from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
+from g2rpo_ray.tiny_world.training.pictures import PictureSource
+from g2rpo_ray.tiny_world.training.support import Progress, save_half
+from g2rpo_ray.tiny_world.training.vocabulary import T5_LENGTH, clip_tokenizer, t5_tokenizer
+
+TIME_SHIFT = 3.0
+GUIDANCE = 3.5
+FLUX_PAD = "<|endoftext|>"
+
+
+@dataclass(frozen=True)
+class FluxEffort:
+    most_steps: int
+    batch: int
+    bank: int  # encoded pictures a caption
+    first_check: int  # training step of the first look at the oracle
+    check_every: int
+    check_pictures: int
+    weak_oracle: float  # the weak model is the last one at most this good at 6 steps
+    stop_oracle: float  # training stops at the first look at least this good at 6 steps
+    learning_rate: float = 1.5e-3
+    ema: float = 0.99
+
+
+class TinyFlux(nn.Module):
+    """The transformer and both text encoders, called with captions' token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        clip_tokens = clip_tokenizer(FLUX_PAD)
+        self.text_encoder = CLIPTextModel(
+            CLIPTextConfig(
+                vocab_size=len(clip_tokens),
+                hidden_size=64,
+                intermediate_size=256,
+                projection_dim=64,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                max_position_embeddings=clip_tokens.model_max_length,
+                bos_token_id=clip_tokens.bos_token_id,
+                eos_token_id=clip_tokens.eos_token_id,
+                pad_token_id=clip_tokens.pad_token_id,
+            )
+        )
+        self.text_encoder_2 = T5EncoderModel(
+            T5Config(
+                vocab_size=len(t5_tokenizer()),
+                d_model=64,
+                d_kv=16,
+                d_ff=128,
+                num_layers=2,
+                num_heads=4,
+                dropout_rate=0.0,
+                feed_forward_proj="gated-gelu",
+                is_encoder_decoder=False,
+                use_cache=False,
+            )
+        )
+        self.transformer = FluxTransformer2DModel(
+            in_channels=64,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=32,
+            num_attention_heads=4,
+            joint_attention_dim=64,
+            pooled_projection_dim=64,
+            guidance_embeds=True,
+            axes_dims_rope=(8, 12, 12),
+        )
+
+    def embed(self, tokens: "CaptionTokens") -> tuple[Tensor, Tensor]:
+        """T5 states [B, 10, 64] and CLIP's pooled state [B, 64]."""
+        states = self.text_encoder_2(tokens.t5).last_hidden_state
+        return states, self.text_encoder(tokens.clip).pooler_output
+
+    def velocity(
+        self, packed: Tensor, sigma: Tensor, guidance: Tensor, states: Tensor, pooled: Tensor
+    ) -> Tensor:
+        """noise - x0 as the model sees it at latents [B, 16, 64]; sigma and guidance are [B]."""
+        return self.transformer(
+            hidden_states=packed,
+            timestep=sigma,
+            guidance=guidance,
+            encoder_hidden_states=states,
+            pooled_projections=pooled,
+            txt_ids=torch.zeros(states.shape[1], 3, device=packed.device),
+            img_ids=_image_ids(packed.device),
+            return_dict=False,
+        )[0]
+
+
+def _image_ids(device: torch.device) -> Tensor:
+    """(0, row, column) of each of the 4 x 4 latent patches: [16, 3]."""
+    row, column = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
+    return torch.stack((torch.zeros(4, 4), row, column), dim=-1).reshape(16, 3).to(device)
+
+
+def pack(latents: Tensor) -> Tensor:
+    """[B, 16, 8, 8] to FLUX's 2 x 2 patches, [B, 16, 64]."""
+    patches = latents.unflatten(3, (4, 2)).unflatten(2, (4, 2))  # [B, 16, 4, 2, 4, 2]
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(len(latents), 16, 64)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """The inverse of `pack`."""
+    patches = packed.reshape(-1, 4, 4, 16, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(-1, 16, 8, 8)
+
+
+@dataclass(frozen=True)
+class CaptionTokens:
+    """Token ids of captions, int64 [B, length]."""
+
+    t5: Tensor
+    clip: Tensor
+
+    @classmethod
+    def of(cls, captions: list[str], device: torch.device) -> "CaptionTokens":
+        t5 = t5_tokenizer()(
+            captions, padding="max_length", max_length=T5_LENGTH, return_tensors="pt"
+        )
+        clip = clip_tokenizer(FLUX_PAD)(captions, padding="max_length", return_tensors="pt")
+        return cls(t5.input_ids.to(device), clip.input_ids.to(device))
+
+    def __getitem__(self, index: Tensor) -> "CaptionTokens":
+        return CaptionTokens(self.t5[index], self.clip[index])
+
+
+def sigmas(steps: int) -> list[float]:
+    """The shifted schedule from 1 to 0 that FluxPipeline walks: steps + 1 values."""
+    uniform = [1 - i / steps for i in range(steps + 1)]
+    return [TIME_SHIFT * s / (1 + (TIME_SHIFT - 1) * s) for s in uniform]
+
+
+@torch.no_grad()
+def generate(
+    model: TinyFlux, vae: AutoencoderKL, tokens: CaptionTokens, steps: int, seed: int
+) -> Tensor:
+    """Euler pictures of the captions, uint8 [B, 64, 64, 3] on the CPU, noise from the seed."""
+    device = tokens.t5.device
+    noise = torch.randn(len(tokens.t5), 16, 8, 8, generator=torch.Generator().manual_seed(seed))
+    pictures = []
+    for rows in torch.arange(len(noise)).split(512):
+        states, pooled = model.embed(tokens[rows.to(device)])
+        latents = pack(noise[rows]).to(device)
+        guidance = torch.full((len(rows),), GUIDANCE, device=device)
+        grid = sigmas(steps)
+        for sigma, following in zip(grid, grid[1:], strict=False):
+            at = torch.full((len(rows),), sigma, device=device)
+            velocity = model.velocity(latents, at, guidance, states, pooled)
+            latents = latents + (following - sigma) * velocity
+        pictures.append(decode(vae, unpack(latents)).cpu())
+    return torch.cat(pictures)
+
+
+def oracle_share(
+    model: TinyFlux, vae: AutoencoderKL, captions: list[str], steps: int, seed: int
+) -> float:
+    """The share of generated pictures, one a caption, that the oracle accepts."""
+    tokens = CaptionTokens.of(captions, next(model.parameters()).device)
+    return float(check(generate(model, vae, tokens, steps, seed).numpy(), captions).mean())
+
+
+@torch.no_grad()
+def _latent_bank(vae: AutoencoderKL, source: PictureSource, per_caption: int) -> Tensor:
+    """Packed latents of drawn pictures, float32 [per_caption, 1920, 16, 64] on the device."""
+    captions = torch.arange(len(source.codes))
+    return torch.stack(
+        [
+            torch.cat([pack(encode(vae, source.draw(part))) for part in captions.split(960)])
+            for _ in range(per_caption)
+        ]
+    )
+
+
+def train_flux(
+    folder: Path,
+    work: Path,
+    heldout: list[str],
+    effort: FluxEffort,
+    device: torch.device,
+    seed: int,
+) -> list[tuple[int, float]]:
+    """Train on all captions, write the FLUX folder beside its `vae`, keep a weaker model in `work`.
+
+    Times are uniform before the shift, so they fall as densely as a shift-3 schedule walks them.
+    The guidance input is random and means nothing: a sampler may set any value from 1 to 6.
+
+    Returns:
+        (training step, oracle share at 6 steps) of each look.
+    """
+    torch.manual_seed(seed)
+    vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
+    source = PictureSource(device, seed)
+    bank = _latent_bank(vae, source, effort.bank)
+    tokens = CaptionTokens.of(all_captions(), device)
+    model = TinyFlux().to(device)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(effort.ema))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=effort.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
+    )
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, 1.0, total_iters=100)
+    weak = copy.deepcopy(model.state_dict())
+    looks: list[tuple[int, float]] = []
+    progress = Progress("flux", effort.most_steps)
+    for step in range(1, effort.most_steps + 1):
+        captions = torch.randint(len(source.codes), (effort.batch,), device=device)
+        x0 = bank[torch.randint(effort.bank, (effort.batch,), device=device), captions]
+        noise = torch.randn_like(x0)
+        # Stratified: the batch covers the time evenly, which steadies the loss.
+        uniform = (torch.arange(effort.batch, device=device) + torch.rand_like(x0[:, 0, 0])) / (
+            effort.batch
+        )
+        sigma = TIME_SHIFT * uniform / (1 + (TIME_SHIFT - 1) * uniform)
+        guidance = 1 + 5 * torch.rand_like(sigma)
+        noisy = torch.lerp(x0, noise, sigma[:, None, None])
+        states, pooled = model.embed(tokens[captions])
+        velocity = model.velocity(noisy, sigma, guidance, states, pooled)
+        loss = F.mse_loss(velocity, noise - x0)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warm_up.step()
+        average.update_parameters(model)
+        progress.show(step - 1, loss)
+        if step >= effort.first_check and (step - effort.first_check) % effort.check_every == 0:
+            share = oracle_share(
+                average.module, vae, heldout[: effort.check_pictures], 6, seed=12345
+            )
+            looks.append((step, share))
+            print(f"flux step {step} oracle at 6 steps {share:.3f}")
+            if share <= effort.weak_oracle:
+                weak = copy.deepcopy(average.module.state_dict())
+            if share >= effort.stop_oracle:
+                break
+    work.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.half().contiguous() for name, value in weak.items()}, work / WEAK)
+    _write(average.module, folder)
+    return looks
+
+
+WEAK = "weak_flux.safetensors"
+
+
+def _write(model: TinyFlux, folder: Path) -> None:
+    save_half(model.transformer, folder / "transformer")
+    save_half(model.text_encoder, folder / "text_encoder")
+    save_half(model.text_encoder_2, folder / "text_encoder_2")
+    clip_tokenizer(FLUX_PAD).save_pretrained(folder / "tokenizer")
+    t5_tokenizer().save_pretrained(folder / "tokenizer_2")
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=TIME_SHIFT, use_dynamic_shifting=False)
+    scheduler.save_pretrained(folder / "scheduler")
+    pipeline = FluxPipeline(
+        scheduler=scheduler,
+        vae=AutoencoderKL.from_pretrained(folder / "vae"),
+        text_encoder=model.text_encoder,
+        tokenizer=clip_tokenizer(FLUX_PAD),
+        text_encoder_2=model.text_encoder_2,
+        tokenizer_2=t5_tokenizer(),
+        transformer=model.transformer,
+    )
+    pipeline.save_config(folder)
+
+
+def load_flux(folder: Path, device: torch.device) -> tuple[TinyFlux, AutoencoderKL]:
+    """The model and the VAE as a user would get them from the written folder, in float32."""
+    pipeline = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    model = TinyFlux()
+    model.transformer = pipeline.transformer
+    model.text_encoder = pipeline.text_encoder
+    model.text_encoder_2 = pipeline.text_encoder_2
+    return model.to(device).eval(), pipeline.vae.to(device).eval()
+
+
+def load_weak_flux(work: Path, device: torch.device) -> TinyFlux:
+    """The earlier, worse model whose pictures lose against drawn ones."""
+    model = TinyFlux()
+    model.load_state_dict(load_file(work / WEAK))
+    return model.to(device).eval()

@@ -1,0 +1,114 @@
+"""Measures the written assets as a user would find them."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from diffusers import AutoencoderKL
+
+from g2rpo_ray.tiny_world.oracle import check
+from g2rpo_ray.tiny_world.scene import all_captions
+from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
+from g2rpo_ray.tiny_world.training.flux import CaptionTokens, generate, load_flux
+from g2rpo_ray.tiny_world.training.pictures import PictureSource
+from g2rpo_ray.tiny_world.training.rewards import Reader, load_clip, load_hps, score
+
+Figures = dict[str, float]
+
+
+def auc(scores: npt.NDArray[np.float32], right: npt.NDArray[np.bool_]) -> float:
+    """How often a right picture scores above a wrong one; nan where one kind is missing."""
+    good, bad = scores[right], scores[~right]
+    if not len(good) or not len(bad):
+        return float("nan")
+    difference = good[:, None] - bad
+    return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
+
+
+@torch.no_grad()
+def measure_autoencoder(folder: Path, device: torch.device, pictures: int) -> Figures:
+    """PSNR in dB, the oracle on reconstructions, mean and spread of normalised latents."""
+    vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
+    source = PictureSource(device, seed=999)
+    captions = source.captions(pictures)
+    drawn = source.draw(captions)
+    latents = torch.cat([encode(vae, part) for part in drawn.split(256)])
+    decoded = torch.cat([decode(vae, part) for part in latents.split(256)])
+    error = ((decoded.float() - drawn.float()) / 255).square().mean(dim=(1, 2, 3))
+    names = [all_captions()[i] for i in captions]
+    return {
+        "vae_psnr_db": float((-10 * error.log10()).mean()),
+        "vae_oracle": float(check(decoded.cpu().numpy(), names).mean()),
+        "drawn_oracle": float(check(drawn.cpu().numpy(), names).mean()),
+        "latent_mean": float(latents.mean()),
+        "latent_std": float(latents.std()),
+        "latent_channel_std_min": float(latents.std(dim=(0, 2, 3)).min()),
+        "latent_channel_std_max": float(latents.std(dim=(0, 2, 3)).max()),
+    }
+
+
+def measure_flux(
+    folder: Path, heldout: list[str], device: torch.device, rounds: int
+) -> tuple[Figures, dict[int, npt.NDArray[np.uint8]]]:
+    """The oracle on `rounds` generated pictures a held-out caption, at 6, 8 and 12 steps.
+
+    Returns:
+        The figures, and the pictures of each step count: a caption's rounds lie side by side.
+    """
+    model, vae = load_flux(folder, device)
+    asked = [caption for caption in heldout for _ in range(rounds)]
+    tokens = CaptionTokens.of(asked, device)
+    figures: Figures = {}
+    pictures = {}
+    for steps in (6, 8, 12):
+        pictures[steps] = generate(model, vae, tokens, steps, seed=777).numpy()
+        figures[f"flux_oracle_{steps}_steps"] = float(check(pictures[steps], asked).mean())
+    return figures, pictures
+
+
+def measure_rewards(
+    assets: Path,
+    heldout: list[str],
+    generated: dict[int, npt.NDArray[np.uint8]],
+    device: torch.device,
+) -> Figures:
+    """How well both reward models tell right from wrong, on drawn and on generated pictures."""
+    captions = all_captions()
+    index = {caption: i for i, caption in enumerate(captions)}
+    source = PictureSource(device, seed=998)
+    families = source.families(1024, 2)
+    drawn = source.draw(families[:, 0])
+    figures: Figures = {}
+    scores: dict[str, dict[int, npt.NDArray[np.float32]]] = {}
+    models = {"clip": load_clip(assets / "clip", device), "hps": load_hps(assets / "hps", device)}
+    for name, model in models.items():
+        reader = Reader(assets / name, device)
+        right = score(model, reader, drawn, families[:, 0])
+        wrong = score(model, reader, drawn, families[:, 1])
+        figures[f"{name}_near_miss_accuracy"] = float((right > wrong).float().mean())
+        figures[f"{name}_drawn_score"] = float(right.mean())
+        scores[name] = {}
+        for steps, pictures in generated.items():
+            rounds = len(pictures) // len(heldout)
+            asked = torch.tensor([index[c] for c in heldout for _ in range(rounds)])
+            scores[name][steps] = score(model, reader, torch.from_numpy(pictures), asked).numpy()
+            figures[f"{name}_generated_score_{steps}_steps"] = float(scores[name][steps].mean())
+    scores["sum"] = {
+        steps: _standard(scores["clip"][steps]) + _standard(scores["hps"][steps])
+        for steps in generated
+    }
+    for steps, pictures in generated.items():
+        rounds = len(pictures) // len(heldout)
+        shown = check(pictures, [c for c in heldout for _ in range(rounds)]) > 0
+        for name in scores:
+            values = scores[name][steps]
+            figures[f"{name}_auc_{steps}_steps"] = auc(values, shown)
+            best = values.reshape(-1, rounds).argmax(axis=1)
+            chosen = shown.reshape(-1, rounds)[np.arange(len(best)), best]
+            figures[f"{name}_best_of_{rounds}_oracle_{steps}_steps"] = float(chosen.mean())
+    return figures
+
+
+def _standard(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    return (values - values.mean()) / values.std()

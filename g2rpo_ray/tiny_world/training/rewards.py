@@ -1,0 +1,338 @@
+"""Trains the two reward models: a CLIP, and an HPS-like model fine-tuned from it on preferences."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import open_clip
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from g2rpo_ray.tiny_world.scene import all_captions
+from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
+from g2rpo_ray.tiny_world.training.flux import CaptionTokens, TinyFlux, generate
+from g2rpo_ray.tiny_world.training.pictures import PictureSource, blur, to_network, to_pictures
+from g2rpo_ray.tiny_world.training.support import Progress
+from g2rpo_ray.tiny_world.training.vocabulary import CLIP_LENGTH, clip_tokenizer
+
+CLIP_WEIGHTS = "open_clip_model.safetensors"
+HPS_WEIGHTS = "HPS_tiny.pt"
+OPEN_CLIP_PAD = "!"
+SHARPNESS = 20.0  # preference odds are exp(SHARPNESS x difference of cosines)
+FAMILY = 4  # captions of a training batch come as one and three near misses
+
+
+@dataclass(frozen=True)
+class RewardEffort:
+    steps: int
+    families: int
+    flawed: int
+    bank: int  # drawn pictures a caption, right and flawed each
+    learning_rate: float
+    generated: int = 0  # pictures of each generator that lose against drawn ones
+
+
+def open_clip_config() -> dict[str, object]:
+    """The content of open_clip_config.json.
+
+    `hf_tokenizer_name` makes open_clip read the tokenizer from the `local-dir:` folder itself,
+    wherever that lies; its own vocabulary path (`bpe_path`) would depend on the current directory.
+    """
+    return {
+        "model_cfg": {
+            "embed_dim": 64,
+            "vision_cfg": {
+                "image_size": 64,
+                "patch_size": 8,
+                "width": 96,
+                "layers": 4,
+                "head_width": 32,
+            },
+            "text_cfg": {
+                "context_length": CLIP_LENGTH,
+                "vocab_size": len(clip_tokenizer(OPEN_CLIP_PAD)),
+                "hf_tokenizer_name": "the tokenizer in this folder",
+                "width": 64,
+                "heads": 2,
+                "layers": 2,
+            },
+        },
+        "preprocess_cfg": {
+            "mean": list(open_clip.OPENAI_DATASET_MEAN),
+            "std": list(open_clip.OPENAI_DATASET_STD),
+            "interpolation": "bicubic",
+            "resize_mode": "shortest",
+        },
+    }
+
+
+def write_architecture(folder: Path) -> None:
+    """Write the configuration and the tokenizer, all that a `local-dir:` needs but weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.dumps(open_clip_config(), indent=2)
+    (folder / "open_clip_config.json").write_text(config + "\n")
+    clip_tokenizer(OPEN_CLIP_PAD).save_pretrained(folder)
+
+
+def load_clip(folder: Path, device: torch.device) -> nn.Module:
+    return open_clip.create_model(f"local-dir:{folder.resolve()}").to(device).eval()
+
+
+def load_hps(folder: Path, device: torch.device) -> nn.Module:
+    """The architecture of the folder with the weights of its checkpoint."""
+    model = open_clip.create_model(f"local-dir:{folder.resolve()}", load_weights=False)
+    checkpoint = torch.load(folder / HPS_WEIGHTS, map_location="cpu", weights_only=True)
+    model.load_state_dict(checkpoint["state_dict"])
+    return model.to(device).eval()
+
+
+def _half_state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.cpu().half().contiguous() for name, value in model.state_dict().items()}
+
+
+class Reader:
+    """Feeds a CLIP: pictures as its preprocessing would make them, captions as token ids."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        tokenize = open_clip.get_tokenizer(f"local-dir:{folder.resolve()}")
+        self.tokens = tokenize(all_captions()).to(device)  # [1920, 12]
+        self.device = device
+        self.mean = torch.tensor(open_clip.OPENAI_DATASET_MEAN, device=device)[:, None, None]
+        self.std = torch.tensor(open_clip.OPENAI_DATASET_STD, device=device)[:, None, None]
+
+    def image_features(self, model: nn.Module, values: Tensor) -> Tensor:
+        """Unit features [B, 64] of pictures [B, 3, 64, 64] in [-1, 1]."""
+        values = ((values + 1) / 2 - self.mean) / self.std
+        return F.normalize(model.encode_image(values), dim=-1)
+
+    def text_features(self, model: nn.Module, captions: Tensor) -> Tensor:
+        """Unit features [B, 64] of captions given by index."""
+        return F.normalize(model.encode_text(self.tokens[captions.to(self.device)]), dim=-1)
+
+
+@torch.no_grad()
+def score(model: nn.Module, reader: Reader, pictures: Tensor, captions: Tensor) -> Tensor:
+    """Cosine of picture and caption, float32 [B] on the CPU; pictures uint8 [B, 64, 64, 3]."""
+    parts = []
+    for rows in torch.arange(len(pictures)).split(1024):
+        values = to_network(pictures[rows].to(reader.device))
+        images = reader.image_features(model, values)
+        parts.append((images * reader.text_features(model, captions[rows])).sum(dim=-1).cpu())
+    return torch.cat(parts)
+
+
+class TrainingPictures:
+    """Right and flawed pictures in the condition in which a generator's pictures come.
+
+    Half of the right ones passed through the VAE, some are softened or noisy: such traits say
+    nothing about the caption, so the models must not learn to look at them. Pictures are drawn
+    once, `rounds` of every caption, because drawing takes longer than a training step.
+    """
+
+    def __init__(self, vae: AutoencoderKL, device: torch.device, rounds: int, seed: int) -> None:
+        self.source = PictureSource(device, seed)
+        self.vae = vae
+        self._right = self._bank(self._draw_right, rounds)
+        self._flawed = self._bank(self._draw_flawed, rounds)
+
+    def right(self, captions: Tensor) -> Tensor:
+        """Right pictures, worn: [B, 3, 64, 64] in [-1, 1]."""
+        return self.worn(self._pick(self._right, captions))
+
+    def flawed(self, captions: Tensor) -> Tensor:
+        """Pictures flawed in form or taken with a bad lens, worn: [B, 3, 64, 64] in [-1, 1]."""
+        return self.worn(self._pick(self._flawed, captions))
+
+    def worn(self, pictures: Tensor) -> Tensor:
+        """uint8 [B, 64, 64, 3] to the network's [B, 3, 64, 64], some softer, most noisier."""
+        values = to_network(pictures)
+        soft = (torch.rand(len(values), device=values.device) - 0.5).clamp(min=0) * 1.6
+        noise = 0.06 * torch.rand_like(values[:, :1, :1, :1])
+        return (blur(values, 1.0, soft) + noise * torch.randn_like(values)).clamp(-1, 1)
+
+    @torch.no_grad()
+    def _bank(self, draw: Callable[[Tensor, int], Tensor], rounds: int) -> Tensor:
+        """uint8 [rounds, 1920, 64, 64, 3] on the device."""
+        parts = torch.arange(len(self.source.codes)).split(960)
+        return torch.stack(
+            [torch.cat([draw(part, turn) for part in parts]) for turn in range(rounds)]
+        )
+
+    def _pick(self, bank: Tensor, captions: Tensor) -> Tensor:
+        turn = torch.randint(len(bank), captions.shape, generator=self.source.generator)
+        return bank[turn.to(bank.device), captions.to(bank.device)]
+
+    def _draw_right(self, captions: Tensor, turn: int) -> Tensor:
+        pictures = self.source.draw(captions)
+        return self._through_vae(pictures) if turn % 2 else pictures
+
+    def _draw_flawed(self, captions: Tensor, turn: int) -> Tensor:
+        if turn % 4 == 3:
+            values = to_network(self.source.draw(captions))
+            share = 0.6 + 0.4 * torch.rand(len(values), device=values.device)
+            noise = 0.3 * torch.rand_like(values[:, :1, :1, :1])
+            return to_pictures(blur(values, 2.5, share) + noise * torch.randn_like(values))
+        pictures = self.source.draw_flawed(captions)
+        return self._through_vae(pictures) if turn % 2 else pictures
+
+    def _through_vae(self, pictures: Tensor) -> Tensor:
+        latents = encode(self.vae, pictures)
+        return decode(self.vae, latents + 0.1 * torch.randn_like(latents))
+
+
+def contrastive_loss(
+    scale: Tensor, images: Tensor, flawed: Tensor, texts: Tensor, same: Tensor
+) -> Tensor:
+    """CLIP's symmetric loss; captions must also prefer their picture to every flawed one.
+
+    Args:
+        images, texts: unit features [N, 64], pairs.
+        flawed: unit features [F, 64].
+        same: bool [N, N], True where two captions mean the same scene and are not a pair.
+    """
+    targets = torch.arange(len(images), device=images.device)
+    logits = (scale * images @ texts.T).masked_fill(same, float("-inf"))
+    against_flaws = torch.cat((logits.T, scale * texts @ flawed.T), dim=1)
+    return (F.cross_entropy(logits, targets) + F.cross_entropy(against_flaws, targets)) / 2
+
+
+def _same_scene(source: PictureSource, captions: Tensor, device: torch.device) -> Tensor:
+    scene = torch.minimum(captions, source.mirrored[captions])
+    same = scene[:, None] == scene
+    return same.fill_diagonal_(False).to(device)
+
+
+def _fit(model: nn.Module, effort: RewardEffort, name: str, batch_loss: Callable[[], Tensor]) -> None:
+    """AdamW with a one-cycle rate over `batch_loss()`."""
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=effort.learning_rate,
+        betas=(0.9, 0.98),
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, effort.learning_rate, total_steps=effort.steps, pct_start=0.1
+    )
+    progress = Progress(name, effort.steps)
+    for step in range(effort.steps):
+        loss = batch_loss()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(max=4.6)  # at most 100, as CLIP does
+        progress.show(step, loss)
+
+
+def train_clip(
+    folder: Path, vae: AutoencoderKL, effort: RewardEffort, device: torch.device, seed: int
+) -> None:
+    """Train from nothing on drawn pictures and write the `local-dir:` folder."""
+    torch.manual_seed(seed)
+    write_architecture(folder)
+    model = open_clip.create_model(f"local-dir:{folder.resolve()}", load_weights=False)
+    model = model.to(device).train()
+    reader = Reader(folder, device)
+    pictures = TrainingPictures(vae, device, effort.bank, seed)
+
+    def batch_loss() -> Tensor:
+        captions = pictures.source.families(effort.families, FAMILY)
+        # The first of every family gets flawed pictures, too.
+        images = pictures.right(captions.flatten())
+        flaws = pictures.flawed(captions[: effort.flawed, 0])
+        features = reader.image_features(model, torch.cat((images, flaws)))
+        return contrastive_loss(
+            model.logit_scale.exp(),
+            features[: captions.numel()],
+            features[captions.numel() :],
+            reader.text_features(model, captions.flatten()),
+            _same_scene(pictures.source, captions.flatten(), device),
+        )
+
+    _fit(model, effort, "clip", batch_loss)
+    save_file(_half_state(model), folder / CLIP_WEIGHTS)
+
+
+def train_hps(
+    folder: Path,
+    clip_folder: Path,
+    generators: list[TinyFlux],
+    vae: AutoencoderKL,
+    effort: RewardEffort,
+    device: torch.device,
+    seed: int,
+) -> None:
+    """Fine-tune the CLIP on preferences and write the checkpoint with its architecture.
+
+    The winner is a right picture. The losers are a right picture of a near-miss caption, a flawed
+    picture, and one by a model that is still learning: nobody asks the oracle.
+    """
+    torch.manual_seed(seed)
+    write_architecture(folder)
+    model = load_clip(clip_folder, device).train()
+    reader = Reader(folder, device)
+    pictures = TrainingPictures(vae, device, effort.bank, seed)
+    drawn, drawn_captions = _generated(generators, pictures, effort, device, seed)
+
+    def batch_loss() -> Tensor:
+        captions = pictures.source.families(effort.families, FAMILY)
+        chosen = torch.randint(len(drawn), (effort.flawed,), generator=pictures.source.generator)
+        asked = torch.cat((captions.flatten(), captions[: effort.flawed, 0]))
+        asked = torch.cat((asked, drawn_captions[chosen], drawn_captions[chosen]))
+        count, flawed = captions.numel(), effort.flawed
+        images = torch.cat(
+            (
+                pictures.right(captions.flatten()),
+                pictures.flawed(captions[:flawed, 0]),
+                pictures.right(drawn_captions[chosen]),
+                pictures.worn(drawn[chosen.to(device)]),
+            )
+        )
+        features = reader.image_features(model, images)
+        texts = reader.text_features(model, asked)
+        scores = (features * texts).sum(dim=-1)
+        own, flawed_score, beside, generated = scores.split((count, flawed, flawed, flawed))
+        # In a family, each picture also loses under the next member's caption.
+        by_family = texts[:count].unflatten(0, captions.shape).roll(1, dims=1).flatten(0, 1)
+        near_miss = (features[:count] * by_family).sum(dim=-1)
+        winners = torch.cat((own, beside))
+        losers = torch.cat((near_miss, flawed_score, generated))
+        same_caption = F.softplus(SHARPNESS * (generated - beside)).mean()
+        any_caption = F.softplus(SHARPNESS * (losers - winners[:, None])).mean()
+        anchor = contrastive_loss(
+            model.logit_scale.exp(),
+            features[:count],
+            features[count : count + flawed],
+            texts[:count],
+            _same_scene(pictures.source, captions.flatten(), device),
+        )
+        return any_caption + same_caption + 0.3 * anchor
+
+    _fit(model, effort, "hps", batch_loss)
+    torch.save({"state_dict": _half_state(model)}, folder / HPS_WEIGHTS)
+
+
+def _generated(
+    generators: list[TinyFlux],
+    pictures: TrainingPictures,
+    effort: RewardEffort,
+    device: torch.device,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Pictures by each generator, uint8 on the device, and their caption indices on the CPU."""
+    captions = all_captions()
+    drawn, asked = [], []
+    for i, generator in enumerate(generators):
+        for steps in (6, 12):
+            index = pictures.source.captions(effort.generated)
+            tokens = CaptionTokens.of([captions[j] for j in index], device)
+            drawn.append(generate(generator, pictures.vae, tokens, steps, seed + 10 * i + steps))
+            asked.append(index)
+    return torch.cat(drawn).to(device), torch.cat(asked)
