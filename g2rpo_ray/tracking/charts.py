@@ -174,9 +174,7 @@ def _axes(x_scale: Scale, y_scale: Scale) -> str:
                 f'text-anchor="middle">{value:g}</text>'
             )
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(
-        f'<text x="{middle}" y="{HEIGHT - 3}" text-anchor="middle" class="axis">iteration</text>'
-    )
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 3}" text-anchor="middle">iteration</text>')
     return "".join(parts)
 
 

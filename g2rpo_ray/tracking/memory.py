@@ -15,7 +15,7 @@ import psutil
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-LARGEST_SHARE = 0.01
+LARGEST_SHARE = 0.02
 """Sampling may take at most this part of one core."""
 
 
@@ -29,7 +29,7 @@ class PeakMemory:
 
     Args:
         interval_s: pause between two samples. It grows where a sample takes long, so that
-            sampling never takes more than 1 % of a core.
+            sampling never takes more than 2 % of a core.
     """
 
     def __init__(self, interval_s: float = 2.0) -> None:

@@ -95,6 +95,8 @@ def _missing(run: RunFolder) -> str:
 def _heldout(run: RunFolder) -> str:
     if not run.heldout:
         return ""
+    broken_off = not run.summary and len(run.evaluated) > 1
+    after = f"iteration {run.evaluated[-1]}" if broken_off else "after"
     rows = "".join(
         f"<tr><th>{_reward_name(run, name)}</th><td>{format_score(scores['before'])}</td>"
         f"<td>{format_score(scores['after'])}</td>{_change_cell(scores)}</tr>"
@@ -106,8 +108,8 @@ def _heldout(run: RunFolder) -> str:
         "Mean scores on prompts that were never trained on, drawn from the same noise before and "
         "after. A reward that is not trained on shows whether the pictures became better, or only "
         "the scores.",
-        '<div class="sheet"><table><thead><tr><th>reward</th><th>before</th><th>after</th>'
-        f"<th>change</th></tr></thead><tbody>{rows}</tbody></table></div>",
+        '<div class="sheet"><table><thead><tr><th>reward</th><th>before</th>'
+        f"<th>{after}</th><th>change</th></tr></thead><tbody>{rows}</tbody></table></div>",
     )
 
 

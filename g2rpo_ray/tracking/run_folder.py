@@ -96,8 +96,8 @@ def read_run_folder(path: Path) -> RunFolder:
     run.summary = _read_mapping(
         path / "summary.json",
         json.loads,
-        "the run goes on, or was interrupted. Peak memory, checksum and versions are not known; "
-        "everything else is what was recorded so far.",
+        "the run still goes on, or was interrupted. Peak memory, checksum and versions are not "
+        "known; everything else is what was recorded so far.",
         run.missing,
     )
     try:

@@ -180,8 +180,10 @@ def replace_text(path: Path, text: str) -> None:
 
 def _parse_record(line: bytes) -> dict[str, Any]:
     record = json.loads(line)
-    if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
+    if not (isinstance(record, dict) and isinstance(record.get("iteration"), int)):
         raise ValueError("expected an object with an integer 'iteration'")
+    if record.get("kind") not in ("train", "evaluation"):
+        raise ValueError(f"'kind' is {record.get('kind')!r}; allowed: 'train', 'evaluation'")
     return record
 
 

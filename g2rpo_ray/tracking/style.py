@@ -48,7 +48,7 @@ figcaption { font-weight: 600; overflow-wrap: anywhere; }
 .legend b { color: var(--ink); font-weight: 600; }
 svg { display: block; width: 100%; height: auto; }
 svg text { fill: #667080; font-size: 10.5px; }
-svg .axis { font-size: 10px; }
+.three svg text { font-size: 13px; }
 svg .grid { stroke: #e9ecef; }
 svg polyline { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
 .none { padding: 40px 0; color: var(--soft); text-align: center; }
@@ -56,7 +56,8 @@ svg polyline { fill: none; stroke-width: 1.6; stroke-linejoin: round; }
 .prompt { display: grid; grid-row: span 3; grid-template-rows: subgrid; row-gap: 0;
   align-content: start; padding: 14px; border: 1px solid var(--line); border-radius: 8px;
   background: var(--paper); }
-.prompt h3 { margin: 0 0 10px; font-size: 15px; font-weight: 600; overflow-wrap: anywhere; }
+.prompt h3 { max-height: 6lh; margin: 0 0 10px; font-size: 15px; font-weight: 600;
+  overflow-y: auto; overflow-wrap: anywhere; }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 10px; }
 .pair > div > span { display: block; margin-bottom: 3px; color: var(--soft); font-size: 13px; }
 .pair img { display: block; width: 100%; border-radius: 4px; }

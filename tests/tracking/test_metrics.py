@@ -51,8 +51,10 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path, torn: str) -> None:
     assert [record["iteration"] for record in read_metrics(tmp_path)] == [1, 2, 3]
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\nnonsense\n{"iteration": 2}\n')
+@pytest.mark.parametrize("broken", ["nonsense", "[1]", '{"iteration": 2}', '{"kind": "train"}'])
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path, broken: str) -> None:
+    good = '{"iteration": 1, "kind": "train"}'
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{broken}\n{good}\n")
     with pytest.raises(TrackingError, match=r"metrics\.jsonl, line 2"):
         read_metrics(tmp_path)
 

@@ -94,6 +94,17 @@ def test_a_run_that_broke_off_says_what_is_missing(tmp_path: Path) -> None:
     assert "7 of 40" in page.text
 
 
+def test_a_run_that_goes_on_compares_with_its_last_evaluation(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "goes_on")
+    (run_dir / "summary.json").unlink()
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(lines[:15]))
+    page = read_page(write_report(run_dir))
+    assert "13 of 40" in page.text
+    assert "<th>iteration 10</th>" in page.source
+    assert "Only one evaluation" not in page.text
+
+
 def test_an_empty_folder_still_gives_a_report(tmp_path: Path) -> None:
     page = read_page(write_report(tmp_path))
     for text in ("no config.yaml", "no summary.json", "No training iteration was recorded",

@@ -1,0 +1,65 @@
+"""From what the roles answer to the metrics of one iteration."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from g2rpo_ray.learner.group import LearnerUpdate
+from g2rpo_ray.rollout.worker import HeldoutPictures, RolloutSummary
+from g2rpo_ray.weight_sync import SyncReport
+
+
+def rollout_metrics(summaries: Sequence[RolloutSummary], generate_s: float) -> dict[str, float]:
+    """Rewards and cost of one iteration's rollout."""
+    values = {}
+    for name in summaries[0].reward_mean:
+        values[f"reward/{name}/mean"] = fmean(s.reward_mean[name] for s in summaries)
+        values[f"reward/{name}/spread"] = fmean(s.reward_spread[name] for s in summaries)
+        values[f"reward/{name}/constant_share"] = fmean(s.constant_share[name] for s in summaries)
+    for phase in ("denoise_s", "decode_s", "score_s"):
+        values[f"rollout/{phase}"] = sum(s.seconds.get(phase, 0.0) for s in summaries)
+    evaluations = sum(s.evaluations for s in summaries)
+    return values | {
+        "weight_version": summaries[0].weight_version,
+        "rollout/evaluations": evaluations,
+        "rollout/pictures": sum(s.pictures for s in summaries),
+        "rollout/evaluations_per_s": evaluations / generate_s,
+    }
+
+
+def update_metrics(update: LearnerUpdate) -> dict[str, float]:
+    """Health of one iteration's update; means over the groups that were not dropped."""
+    trained = [record for record in update.records if record.valid]
+    first = [record.max_abs_log_ratio for record in update.records if record.update == 0]
+    values: dict[str, float] = {
+        "groups/trained": len(trained),
+        "groups/dropped": len(update.records) - len(trained),
+        "policy/first_max_abs_log_ratio": max(first),
+        "policy/max_abs_log_ratio": max(r.max_abs_log_ratio for r in update.records),
+        "policy/grad_norm": fmean(update.grad_norms),
+        "policy/learning_rate": update.learning_rate,
+        "policy/updates": len(update.grad_norms),
+    }
+    if trained:
+        values |= {
+            "advantage/abs_mean": fmean(r.advantage_abs_mean for r in trained),
+            "advantage/clamped_share": fmean(r.advantage_clamped_share for r in trained),
+            "policy/loss": fmean(r.loss for r in trained),
+            "policy/ratio_mean": fmean(r.ratio_mean for r in trained),
+            "policy/approx_kl": fmean(r.approx_kl for r in trained),
+            "policy/clip_fraction_low": fmean(r.clip_fraction_low for r in trained),
+            "policy/clip_fraction_high": fmean(r.clip_fraction_high for r in trained),
+        }
+    return values
+
+
+def sync_metrics(report: SyncReport) -> dict[str, float]:
+    """Size of what one receiver got."""
+    return {"sync/bytes": report.bytes, "sync/tensors": report.tensors}
+
+
+def heldout_metrics(results: Sequence[HeldoutPictures]) -> dict[str, float]:
+    """Mean of each reward over all held-out pictures; NaN where one has no score."""
+    return {
+        f"heldout/{name}": fmean(float(score) for r in results for score in r.scores[name])
+        for name in results[0].scores
+    }
