@@ -108,9 +108,11 @@ class PeakMemory:
     def _ray_session(self) -> str:
         """Name of the Ray session this process belongs to; empty before Ray is initialised."""
         # Whoever has not imported ray has no session, and the import would take a second.
-        ray = sys.modules.get("ray")
-        if not self._session and ray is not None and ray.is_initialized():
-            self._session = ray.get_runtime_context().get_session_name()
+        if not self._session and "ray" in sys.modules:
+            import ray
+
+            if ray.is_initialized():
+                self._session = ray.get_runtime_context().get_session_name()
         return self._session
 
     def _pss(self, process: psutil.Process) -> int:

@@ -305,6 +305,7 @@ def _time(run: RunFolder) -> str:
         f"<tr><th>{role}</th><td>{format_seconds(sum(seconds))}</td>"
         f"<td>{sum(seconds) / total:.1%}</td></tr>"
         for role, seconds in spent.items()
+        if any(seconds)
     )
     table = (
         '<div class="sheet"><table><thead><tr><th>role</th><th>time</th><th>share</th></tr></thead>'

@@ -76,8 +76,14 @@ METRICS: dict[str, Metric] = {
     "time/generate_s": Metric("s", "Driver waited for rollout and rewards."),
     "time/learn_s": Metric("s", "Driver waited for the learner."),
     "time/sync_s": Metric("s", "Driver waited for the weights to reach every receiver."),
-    "time/evaluate_s": Metric("s", "Driver waited for the evaluation on held-out prompts."),
-    "time/checkpoint_s": Metric("s", "Driver waited for the checkpoint, its check included."),
+    "time/evaluate_s": Metric(
+        "s", "Driver waited for the evaluation on held-out prompts; the one before training "
+        "stands in the first line.",
+    ),
+    "time/checkpoint_s": Metric(
+        "s", "Driver waited for the checkpoint, its check included. It is written after its "
+        "iteration was recorded, so its time stands in the next line.",
+    ),
     "time/iteration_s": Metric("s", "Whole iteration, everything above included."),
     "rollout/denoise_s": Metric("s", "Spent in the transformer, summed over the workers."),
     "rollout/decode_s": Metric("s", "Spent in the VAE, summed over the workers."),
