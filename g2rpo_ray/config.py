@@ -123,7 +123,7 @@ class RolloutSection(Section):
 
     workers: int = Field(1, ge=1)
     """Number of rollout workers."""
-    cpus_per_worker: float = Field(1.0, ge=0)
+    cpus_per_worker: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a worker."""
     gpus_per_worker: float = Field(1.0, ge=0)
     """GPUs (or a fraction of one) that Ray reserves for a worker."""
@@ -193,7 +193,7 @@ class LearnerSection(Section):
 
     ranks: int = Field(1, ge=1)
     """Number of learner ranks; the update does not depend on it beyond rounding."""
-    cpus_per_rank: float = Field(1.0, ge=0)
+    cpus_per_rank: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a rank."""
     gpus_per_rank: float = Field(1.0, ge=0)
     """GPUs (or a fraction of one) that Ray reserves for a rank."""
@@ -261,6 +261,8 @@ class ClusterSection(Section):
 
     address: str | None = None
     """Ray address; none starts a private one on this machine unless RAY_ADDRESS is set."""
+    dashboard: bool = True
+    """Start the Ray dashboard with a private cluster; costs about a second and 150 MiB."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Longest wait for placement and for actors to load their models."""
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
 
 from g2rpo_ray.tiny_world.scene import split_captions
 from g2rpo_ray.tiny_world.training.autoencoder import AutoencoderEffort, train_autoencoder
@@ -30,7 +29,12 @@ from g2rpo_ray.tiny_world.training.measure import (
     measure_flux,
     measure_rewards,
 )
-from g2rpo_ray.tiny_world.training.rewards import RewardEffort, train_clip, train_hps
+from g2rpo_ray.tiny_world.training.rewards import (
+    Painters,
+    RewardEffort,
+    train_clip,
+    train_hps,
+)
 
 STAGES = ("prompts", "vae", "flux", "clip", "hps", "measure")
 SIZE_LIMIT_MB = 16.0
@@ -60,9 +64,9 @@ FULL = Effort(
         weak_oracle=0.15,
         stop_oracle=0.50,
     ),
-    clip=RewardEffort(steps=3000, families=128, flawed=128, learning_rate=1.5e-3, bank=48),
+    clip=RewardEffort(steps=3000, families=96, flawed=256, learning_rate=1.5e-3, bank=45),
     hps=RewardEffort(
-        steps=1800, families=96, flawed=96, learning_rate=4e-4, bank=48, generated=4096
+        steps=1500, families=64, flawed=192, learning_rate=4e-4, bank=45, generated=8192
     ),
     vae_pictures=1024,
     rounds=8,
@@ -92,8 +96,11 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(options.device)
     effort = QUICK if options.quick else FULL
     stages = options.only or STAGES
-    seconds: dict[str, float] = {}
-    figures: Figures = {}
+    # Stages repeated with --only leave the figures of the others standing.
+    notes = _work(options.out) / "figures.json"
+    known = json.loads(notes.read_text()) if notes.exists() else {"seconds": {}, "figures": {}}
+    seconds: dict[str, float] = known["seconds"]
+    figures: Figures = known["figures"]
     for stage in stages:
         # TF32 suffices for training; what is measured should be what a CPU computes, too.
         torch.set_float32_matmul_precision("highest" if stage == "measure" else "high")
@@ -101,6 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
         figures |= _run_stage(stage, options, effort, device)
         seconds[stage] = round(time.monotonic() - start, 1)
         print(f"{stage}: {seconds[stage]} s")
+    notes.write_text(json.dumps({"seconds": seconds, "figures": figures}))
     for name, value in figures.items():
         print(f"{name:<32} {value:.4f}")
     result = {
@@ -140,7 +148,7 @@ def _run_stage(
     stage: str, options: argparse.Namespace, effort: Effort, device: torch.device
 ) -> Figures:
     out: Path = options.out
-    work = out.with_name(out.name + "_work")
+    work = _work(out)
     flux, seed = out / "flux", options.seed
     # The split is part of the world, not of a training run: it does not follow the seed.
     train, heldout = split_captions(seed=0)
@@ -154,12 +162,13 @@ def _run_stage(
     elif stage == "flux":
         looks = train_flux(flux, work, heldout, effort.flux, device, seed)
         return {"flux_training_steps": looks[-1][0]}
-    elif stage == "clip":
-        train_clip(out / "clip", _load_vae(flux, device), effort.clip, device, seed)
-    elif stage == "hps":
-        model, vae = load_flux(flux, device)
-        generators = [load_weak_flux(work, device), model]
-        train_hps(out / "hps", out / "clip", generators, vae, effort.hps, device, seed)
+    elif stage in ("clip", "hps"):
+        good, vae = load_flux(flux, device)
+        painters = Painters(good, load_weak_flux(work, device), vae)
+        if stage == "clip":
+            train_clip(out / "clip", painters, effort.clip, device, seed)
+        else:
+            train_hps(out / "hps", out / "clip", painters, effort.hps, device, seed + 1)
     else:
         figures = measure_autoencoder(flux, device, effort.vae_pictures)
         asked = heldout[:4] if options.quick else heldout
@@ -168,8 +177,11 @@ def _run_stage(
     return {}
 
 
-def _load_vae(flux: Path, device: torch.device) -> AutoencoderKL:
-    return AutoencoderKL.from_pretrained(flux / "vae").to(device).eval()
+def _work(out: Path) -> Path:
+    """Where the stages keep what is not shipped."""
+    work = out.with_name(out.name + "_work")
+    work.mkdir(parents=True, exist_ok=True)
+    return work
 
 
 def _device_name(device: torch.device) -> str:
@@ -191,6 +203,7 @@ def _readme(options: argparse.Namespace, result: dict) -> str:
     command += ["--quick"] if options.quick else []
     rows = [f"| {name} | {value:.4g} |" for name, value in result["figures"].items()]
     sizes = ", ".join(f"{name} {size} MB" for name, size in result["sizes_mb"].items())
+    seconds = ", ".join(f"{name} {value}" for name, value in result["seconds"].items())
     return f"""# The models of the tiny world
 
 Small models of the real classes in the real file layouts, trained from nothing on pictures that
@@ -219,6 +232,7 @@ Made on {datetime.date.today().isoformat()} on {result["device"]} with torch {to
 Oracle: share of pictures that show their caption, on held-out captions. AUC: how often a
 picture that shows its caption scores above one that does not. Best of n: the oracle on the picture
 that the reward likes best of n. Scores are cosines. Sizes: {sizes}.
+Training seconds: {seconds}.
 
 Licence: Apache-2.0, as the rest of this repository.
 """

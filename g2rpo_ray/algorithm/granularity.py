@@ -70,6 +70,8 @@ def branch_plan(steps: int, sde_step: int, granularities: Sequence[int]) -> Plan
 class RolloutCounts:
     """What one prompt costs."""
 
+    groups: int
+    """Trained SDE steps: in each of them the members are compared."""
     evaluations: int
     """Velocity predictions of a single latent, anchor included."""
     pictures: int
@@ -87,6 +89,7 @@ def count_g2rpo(
     """
     branches = sum(branch_plan(steps, k, granularities).evaluations for k in sde_steps)
     return RolloutCounts(
+        groups=len(sde_steps),
         evaluations=steps + members * branches,
         pictures=len(sde_steps) * len(granularities) * members,
         learner_passes=len(sde_steps),

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -38,10 +40,9 @@ class LearnerGroup:
         """
         settings = config.learner
         self._timeout_s = settings.timeout_s
-        self.ranks = [
+        self.ranks: list[ActorHandle] = [
             ray.remote(Learner)
             .options(
-                name=None,
                 num_cpus=settings.cpus_per_rank,
                 num_gpus=settings.gpus_per_rank,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -73,11 +74,11 @@ class LearnerGroup:
         """Write a checkpoint; returns when it is whole on the disk."""
         self._call([rank.save.remote(folder, info) for rank in self.ranks], "checkpoint")
 
-    def updates(self) -> int:
-        """Optimizer steps done."""
-        return int(self._call([self.ranks[0].updates.remote()], "updates")[0])
+    def checksum(self) -> str:
+        """Of the trainable weights as they are now."""
+        return self._call([rank.checksum.remote() for rank in self.ranks], "checksum")[0]
 
-    def _call(self, refs: list[ray.ObjectRef], phase: str) -> list:
+    def _call(self, refs: list[ray.ObjectRef], phase: str) -> list[Any]:
         try:
             return ray.get(refs, timeout=self._timeout_s)
         except ray.exceptions.GetTimeoutError:

@@ -77,5 +77,6 @@ class Learner:
             write_checkpoint(folder, info, state)
             delete_old_checkpoints(folder.parent.parent, self.config.checkpoint.keep_last)
 
-    def updates(self) -> int:
-        return self.engine.updates
+    def checksum(self) -> str:
+        """Of the trainable weights, the same on every rank."""
+        return receipt(0, self.engine.weights()).checksum

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 import torch
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from ray.serve.handle import DeploymentHandle
 from torch import Tensor
 
 from g2rpo_ray.config import RewardSection
@@ -45,8 +46,11 @@ class PendingScores:
 
     client: RewardClient
     request: ScoreRequest
-    sent: Mapping[str, DeploymentResponse]
+    sent: Mapping[str, Any]
+    """Reward name -> Serve's response."""
     sent_at_s: float
+    failures: list[str] = field(default_factory=list)
+    """What failed for good, filled by ``result``."""
 
     def result(self) -> dict[str, Tensor]:
         """Wait for all scores: reward name -> float32 ``[B]``.
@@ -61,7 +65,8 @@ class PendingScores:
         response, sent_at_s = self.sent[name], self.sent_at_s
         for attempt in range(reward.retries + 1):
             if attempt > 0:
-                response, sent_at_s = self._send_again(name), time.monotonic()
+                response = self.client.handles[name].score.remote(self.request)
+                sent_at_s = time.monotonic()
             try:
                 remaining_s = max(0.0, sent_at_s + reward.timeout_s - time.monotonic())
                 answer = response.result(timeout_s=remaining_s)
@@ -79,11 +84,8 @@ class PendingScores:
         )
         if self.client.stop_on_invalid:
             raise InvalidRewardError(message)
-        print(f"warning: {message}; its group is dropped", flush=True)
+        self.failures.append(message)
         return torch.full((len(self.request.pictures),), torch.nan)
-
-    def _send_again(self, name: str) -> DeploymentResponse:
-        return self.client.handles[name].score.remote(self.request)
 
     @staticmethod
     def _fault_of(answer: Tensor | ScorerError) -> str | None:

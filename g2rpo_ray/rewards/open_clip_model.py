@@ -1,6 +1,5 @@
 """An open_clip model as a text-image similarity, shared by the ``hps`` and ``clip`` scorers."""
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -103,7 +102,3 @@ def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path)
     except RuntimeError as error:
         raise ScorerError(f"{source}: does not fit the architecture: {str(error)[:600]}") from error
 
-
-def quiet_open_clip() -> None:
-    """open_clip reports every step through the root logger."""
-    logging.getLogger().setLevel(logging.WARNING)

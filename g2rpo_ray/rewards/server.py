@@ -1,5 +1,6 @@
 """RewardServer: one Ray Serve deployment for each reward; handles only, no HTTP."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ import torch
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from torch import Tensor
 
 from g2rpo_ray.config import RewardSection
@@ -17,6 +18,7 @@ from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import ScorerError
 
 REQUESTS_PER_REPLICA = 32
+_LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def reward_servers(
         ScorerError: a scorer did not start within the time, with Serve's reason.
     """
     names = {name: f"{prefix}-{name}" for name in rewards}
-    serve.start(proxy_location="Disabled")
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(proxy_location="Disabled", logging_config=_LOGGING)
     try:
         handles = serve.run_many(
             [
@@ -98,16 +101,19 @@ def reward_servers(
         _wait_until_running(names, time.monotonic() + start_timeout_s)
         yield dict(zip(names, handles, strict=True))
     finally:
-        for app in names.values():
-            serve.delete(app)
-        if not serve.status().applications:
+        if serve.status().applications.keys() <= set(names.values()):
             serve.shutdown()
+        else:
+            # Somebody else's applications are served on this cluster, too.
+            for app in names.values():
+                serve.delete(app)
 
 
 def _deployment(name: str, reward: RewardSection) -> serve.Application:
     deployment = serve.deployment(
         name=name,
         max_ongoing_requests=REQUESTS_PER_REPLICA,
+        logging_config=_LOGGING,
         ray_actor_options={
             "num_cpus": reward.cpus_per_replica,
             "num_gpus": reward.gpus_per_replica,

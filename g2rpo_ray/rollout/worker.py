@@ -10,6 +10,7 @@ from torch import Tensor
 from g2rpo_ray.algorithm import noise
 from g2rpo_ray.algorithm.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.config import Config, SamplingSection
+from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import LatentShape, load_policy
 from g2rpo_ray.models.loading import DTYPES, load_part
 from g2rpo_ray.models.vae import PictureDecoder
@@ -22,6 +23,9 @@ from g2rpo_ray.rollout.strategies import make_strategy
 
 class PendingScores(Protocol):
     """Scores under way."""
+
+    failures: list[str]
+    """After ``result``: what failed for good, in words."""
 
     def result(self) -> dict[str, Tensor]:
         """Reward name -> float32 ``[B]``; NaN for a failed reward, if the run goes on then."""
@@ -51,6 +55,8 @@ class RolloutSummary:
     """Mean over (granularity, step) of the standard deviation inside the group."""
     constant_share: dict[str, float]
     """Share of (granularity, step) whose spread is at most ``advantage.min_spread``."""
+    failures: list[str]
+    """Rewards that failed for good, in words."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,7 @@ class RolloutWorker:
             (len(names), draw.granularities, len(draw.sde_steps), config.sampling.members),
             torch.nan,
         )
-        pending = []
+        pending: list[tuple[list[int], PendingScores]] = []
         for positions, x0 in draw.finished:
             clock.lap("denoise_s")
             pictures = self.decoder.decode(x0.flatten(0, 1))
@@ -135,7 +141,8 @@ class RolloutWorker:
             evaluations=self.policy.evaluations - evaluations_before,
             seconds=clock.seconds,
         )
-        return self._summary(group), group
+        failures = [failure for _, scores in pending for failure in scores.failures]
+        return self._summary(group, failures), group
 
     def evaluate(self, prompt: Prompt) -> HeldoutPictures:
         """Draw a held-out prompt by ODE from fixed seeds and score it with every reward."""
@@ -157,10 +164,10 @@ class RolloutWorker:
         sigmas = schedule_of(self.config.sampling, steps, self.shape)
         return Sampler(self.policy, sigmas, self.config.rollout.batch_size)
 
-    def _embeds(self, prompt: Prompt):  # noqa: ANN202
+    def _embeds(self, prompt: Prompt) -> PromptEmbeds:
         return prompt.embeds.to(self.device)
 
-    def _summary(self, group: RolloutGroup) -> RolloutSummary:
+    def _summary(self, group: RolloutGroup, failures: list[str]) -> RolloutSummary:
         by_reward = dict(zip(group.reward_names, group.rewards, strict=True))
         spread = {name: values.std(dim=-1) for name, values in by_reward.items()}
         limit = self.config.advantage.min_spread
@@ -175,6 +182,7 @@ class RolloutWorker:
             constant_share={
                 name: float((values <= limit).float().mean()) for name, values in spread.items()
             },
+            failures=failures,
         )
 
 

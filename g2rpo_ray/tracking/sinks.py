@@ -113,6 +113,11 @@ class WeightsAndBiases(Sink):
         self._run.finish()
 
 
+def _ascii(text: str) -> str:
+    """Ray refuses a description with any other character."""
+    return text.replace("Δ", "change of ").replace("±", "+-").encode("ascii", "replace").decode()
+
+
 class RayGauges(Sink):
     """Gauges on Ray's metrics endpoint, for Prometheus; silent while Ray is not initialised."""
 
@@ -131,7 +136,7 @@ class RayGauges(Sink):
                 metric = METRICS[known.pattern]
                 self._gauges[known.gauge] = Gauge(
                     known.gauge,
-                    description=f"{metric.meaning} Unit: {metric.unit}.",
+                    description=_ascii(f"{metric.meaning} Unit: {metric.unit}."),
                     tag_keys=("reward",) if known.reward else (),
                 )
             tags = {"reward": known.reward} if known.reward else {}

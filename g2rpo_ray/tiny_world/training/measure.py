@@ -104,8 +104,12 @@ def measure_rewards(
         for name in scores:
             values = scores[name][steps]
             figures[f"{name}_auc_{steps}_steps"] = auc(values, shown)
-            best = values.reshape(-1, rounds).argmax(axis=1)
-            chosen = shown.reshape(-1, rounds)[np.arange(len(best)), best]
+            by_caption = values.reshape(-1, rounds)
+            shown_by_caption = shown.reshape(-1, rounds)
+            within = [auc(v, s) for v, s in zip(by_caption, shown_by_caption, strict=True)]
+            figures[f"{name}_auc_within_captions_{steps}_steps"] = float(np.nanmean(within))
+            best = by_caption.argmax(axis=1)
+            chosen = shown_by_caption[np.arange(len(best)), best]
             figures[f"{name}_best_of_{rounds}_oracle_{steps}_steps"] = float(chosen.mean())
     return figures
 

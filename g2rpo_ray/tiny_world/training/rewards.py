@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from g2rpo_ray.tiny_world.scene import all_captions
 from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
-from g2rpo_ray.tiny_world.training.flux import CaptionTokens, TinyFlux, generate
+from g2rpo_ray.tiny_world.training.flux import CaptionTokens, TinyFlux, finish, generate
 from g2rpo_ray.tiny_world.training.pictures import PictureSource, blur, to_network, to_pictures
 from g2rpo_ray.tiny_world.training.support import Progress
 from g2rpo_ray.tiny_world.training.vocabulary import CLIP_LENGTH, clip_tokenizer
@@ -33,7 +33,7 @@ class RewardEffort:
     flawed: int
     bank: int  # drawn pictures a caption, right and flawed each
     learning_rate: float
-    generated: int = 0  # pictures of each generator that lose against drawn ones
+    generated: int = 0  # the weak model's pictures, at 6 and at 12 steps each
 
 
 def open_clip_config() -> dict[str, object]:
@@ -125,17 +125,28 @@ def score(model: nn.Module, reader: Reader, pictures: Tensor, captions: Tensor) 
     return torch.cat(parts)
 
 
+@dataclass(frozen=True)
+class Painters:
+    """The generators whose hand the reward models must know: the FLUX folder and a weaker one."""
+
+    good: TinyFlux
+    weak: TinyFlux
+    vae: AutoencoderKL
+
+
 class TrainingPictures:
     """Right and flawed pictures in the condition in which a generator's pictures come.
 
-    Half of the right ones passed through the VAE, some are softened or noisy: such traits say
-    nothing about the caption, so the models must not learn to look at them. Pictures are drawn
-    once, `rounds` of every caption, because drawing takes longer than a training step.
+    Of the right ones, a third passed through the VAE and a third through the good model's hand;
+    of the flawed ones, two fifths were spoiled by the weak model. So neither the VAE's nor a
+    model's traits say anything about the caption. Pictures are made once, `rounds` of every
+    caption, because that takes longer than a training step.
     """
 
-    def __init__(self, vae: AutoencoderKL, device: torch.device, rounds: int, seed: int) -> None:
+    def __init__(self, painters: Painters, device: torch.device, rounds: int, seed: int) -> None:
         self.source = PictureSource(device, seed)
-        self.vae = vae
+        self.painters = painters
+        self.tokens = CaptionTokens.of(all_captions(), device)
         self._right = self._bank(self._draw_right, rounds)
         self._flawed = self._bank(self._draw_flawed, rounds)
 
@@ -168,20 +179,35 @@ class TrainingPictures:
 
     def _draw_right(self, captions: Tensor, turn: int) -> Tensor:
         pictures = self.source.draw(captions)
-        return self._through_vae(pictures) if turn % 2 else pictures
+        if turn % 3 == 0:
+            return pictures
+        if turn % 3 == 1:
+            return self._through_vae(pictures)
+        return self._finished(self.painters.good, captions, pictures, 0.15, 0.45)
 
     def _draw_flawed(self, captions: Tensor, turn: int) -> Tensor:
-        if turn % 4 == 3:
-            values = to_network(self.source.draw(captions))
+        if turn % 5 == 0:
+            return self.source.draw_flawed(captions)
+        if turn % 5 == 1:
+            return self._through_vae(self.source.draw_flawed(captions))
+        pictures = self.source.draw(captions)
+        if turn % 5 == 2:
+            values = to_network(pictures)
             share = 0.6 + 0.4 * torch.rand(len(values), device=values.device)
             noise = 0.3 * torch.rand_like(values[:, :1, :1, :1])
             return to_pictures(blur(values, 2.5, share) + noise * torch.randn_like(values))
-        pictures = self.source.draw_flawed(captions)
-        return self._through_vae(pictures) if turn % 2 else pictures
+        return self._finished(self.painters.weak, captions, pictures, 0.7, 0.97)
 
     def _through_vae(self, pictures: Tensor) -> Tensor:
-        latents = encode(self.vae, pictures)
-        return decode(self.vae, latents + 0.1 * torch.randn_like(latents))
+        latents = encode(self.painters.vae, pictures)
+        return decode(self.painters.vae, latents + 0.1 * torch.randn_like(latents))
+
+    def _finished(
+        self, model: TinyFlux, captions: Tensor, pictures: Tensor, least: float, most: float
+    ) -> Tensor:
+        sigma = least + (most - least) * torch.rand(len(pictures), device=pictures.device)
+        tokens = self.tokens[captions.to(pictures.device)]
+        return finish(model, self.painters.vae, tokens, pictures, sigma)
 
 
 def contrastive_loss(
@@ -232,21 +258,20 @@ def _fit(model: nn.Module, effort: RewardEffort, name: str, batch_loss: Callable
 
 
 def train_clip(
-    folder: Path, vae: AutoencoderKL, effort: RewardEffort, device: torch.device, seed: int
+    folder: Path, painters: Painters, effort: RewardEffort, device: torch.device, seed: int
 ) -> None:
-    """Train from nothing on drawn pictures and write the `local-dir:` folder."""
+    """Train from nothing on pictures and captions and write the `local-dir:` folder."""
     torch.manual_seed(seed)
     write_architecture(folder)
     model = open_clip.create_model(f"local-dir:{folder.resolve()}", load_weights=False)
     model = model.to(device).train()
     reader = Reader(folder, device)
-    pictures = TrainingPictures(vae, device, effort.bank, seed)
+    pictures = TrainingPictures(painters, device, effort.bank, seed)
 
     def batch_loss() -> Tensor:
         captions = pictures.source.families(effort.families, FAMILY)
-        # The first of every family gets flawed pictures, too.
         images = pictures.right(captions.flatten())
-        flaws = pictures.flawed(captions[: effort.flawed, 0])
+        flaws = pictures.flawed(captions.flatten()[: effort.flawed])
         features = reader.image_features(model, torch.cat((images, flaws)))
         return contrastive_loss(
             model.logit_scale.exp(),
@@ -263,8 +288,7 @@ def train_clip(
 def train_hps(
     folder: Path,
     clip_folder: Path,
-    generators: list[TinyFlux],
-    vae: AutoencoderKL,
+    painters: Painters,
     effort: RewardEffort,
     device: torch.device,
     seed: int,
@@ -272,39 +296,39 @@ def train_hps(
     """Fine-tune the CLIP on preferences and write the checkpoint with its architecture.
 
     The winner is a right picture. The losers are a right picture of a near-miss caption, a flawed
-    picture, and one by a model that is still learning: nobody asks the oracle.
+    picture, and one by the weak model: nobody asks the oracle.
     """
     torch.manual_seed(seed)
     write_architecture(folder)
     model = load_clip(clip_folder, device).train()
     reader = Reader(folder, device)
-    pictures = TrainingPictures(vae, device, effort.bank, seed)
-    drawn, drawn_captions = _generated(generators, pictures, effort, device, seed)
+    pictures = TrainingPictures(painters, device, effort.bank, seed)
+    drawn, drawn_captions = _generated(pictures, effort.generated, seed)
 
     def batch_loss() -> Tensor:
         captions = pictures.source.families(effort.families, FAMILY)
         chosen = torch.randint(len(drawn), (effort.flawed,), generator=pictures.source.generator)
-        asked = torch.cat((captions.flatten(), captions[: effort.flawed, 0]))
-        asked = torch.cat((asked, drawn_captions[chosen], drawn_captions[chosen]))
+        beside = drawn_captions[chosen]
         count, flawed = captions.numel(), effort.flawed
+        asked = torch.cat((captions.flatten(), captions.flatten()[:flawed], beside, beside))
         images = torch.cat(
             (
                 pictures.right(captions.flatten()),
-                pictures.flawed(captions[:flawed, 0]),
-                pictures.right(drawn_captions[chosen]),
+                pictures.flawed(captions.flatten()[:flawed]),
+                pictures.right(beside),
                 pictures.worn(drawn[chosen.to(device)]),
             )
         )
         features = reader.image_features(model, images)
         texts = reader.text_features(model, asked)
         scores = (features * texts).sum(dim=-1)
-        own, flawed_score, beside, generated = scores.split((count, flawed, flawed, flawed))
+        own, spoiled, right, generated = scores.split((count, flawed, flawed, flawed))
         # In a family, each picture also loses under the next member's caption.
         by_family = texts[:count].unflatten(0, captions.shape).roll(1, dims=1).flatten(0, 1)
         near_miss = (features[:count] * by_family).sum(dim=-1)
-        winners = torch.cat((own, beside))
-        losers = torch.cat((near_miss, flawed_score, generated))
-        same_caption = F.softplus(SHARPNESS * (generated - beside)).mean()
+        winners = torch.cat((own, right))
+        losers = torch.cat((near_miss, spoiled, generated))
+        same_caption = F.softplus(SHARPNESS * (generated - right)).mean()
         any_caption = F.softplus(SHARPNESS * (losers - winners[:, None])).mean()
         anchor = contrastive_loss(
             model.logit_scale.exp(),
@@ -319,20 +343,13 @@ def train_hps(
     torch.save({"state_dict": _half_state(model)}, folder / HPS_WEIGHTS)
 
 
-def _generated(
-    generators: list[TinyFlux],
-    pictures: TrainingPictures,
-    effort: RewardEffort,
-    device: torch.device,
-    seed: int,
-) -> tuple[Tensor, Tensor]:
-    """Pictures by each generator, uint8 on the device, and their caption indices on the CPU."""
-    captions = all_captions()
+def _generated(pictures: TrainingPictures, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """`count` pictures of the weak model at 6 and at 12 steps each, and their caption indices."""
     drawn, asked = [], []
-    for i, generator in enumerate(generators):
-        for steps in (6, 12):
-            index = pictures.source.captions(effort.generated)
-            tokens = CaptionTokens.of([captions[j] for j in index], device)
-            drawn.append(generate(generator, pictures.vae, tokens, steps, seed + 10 * i + steps))
-            asked.append(index)
-    return torch.cat(drawn).to(device), torch.cat(asked)
+    for steps in (6, 12):
+        captions = pictures.source.captions(count)
+        device = pictures.tokens.t5.device
+        tokens, painters = pictures.tokens[captions.to(device)], pictures.painters
+        drawn.append(generate(painters.weak, painters.vae, tokens, steps, seed + steps).to(device))
+        asked.append(captions)
+    return torch.cat(drawn), torch.cat(asked)

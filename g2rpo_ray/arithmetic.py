@@ -1,0 +1,28 @@
+"""The arithmetic of an iteration, printed before anything starts."""
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.rollout.strategies import make_strategy
+
+
+def describe(config: Config) -> str:
+    """What one iteration makes, in numbers."""
+    sampling, prompts = config.sampling, config.sampling.prompts_per_iteration
+    counts = make_strategy(config).counts()
+    groups = prompts * counts.groups
+    updates = counts.groups if config.learner.update == "per_sde_step" else 1
+    rewards = ", ".join(
+        f"{name} (weight {reward.weight:g})" if reward.weight else f"{name} (evaluated only)"
+        for name, reward in sorted(config.rewards.items())
+    )
+    lines = {
+        "algorithm": f"{config.algorithm}, {sampling.steps} steps, {sampling.sde} SDE, "
+        f"eta {sampling.eta:g}, {sampling.width}x{sampling.height}",
+        "rewards": rewards,
+        "prompts": f"{prompts} an iteration, {prompts * config.iterations} in all",
+        "groups": f"{groups} of {sampling.members} branches",
+        "pictures": f"{prompts * counts.pictures} decoded and scored",
+        "evaluations": f"{prompts * counts.evaluations} ({counts.evaluations} a prompt)",
+        "learner passes": f"{prompts * counts.learner_passes} over {config.learner.ranks} rank(s)",
+        "updates": f"{updates} ({config.learner.update})",
+    }
+    return "\n".join(f"{name:>15}  {text}" for name, text in lines.items())

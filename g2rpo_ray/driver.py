@@ -1,0 +1,220 @@
+"""The loop of a run: generate, learn, sync, record. It alone knows every room."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+
+from g2rpo_ray.config import Config, resolve_path
+from g2rpo_ray.launch import Roles, launch
+from g2rpo_ray.learner.checkpoint import checkpoint_folder
+from g2rpo_ray.models.loading import check_model_folder
+from g2rpo_ray.prompts.dataset import PromptOrder, read_prompts
+from g2rpo_ray.run import (
+    Run,
+    changed_settings,
+    heldout_before_after,
+    open_run,
+    save_heldout,
+    versions,
+)
+from g2rpo_ray.stop import StopRequested, StopSignal
+from g2rpo_ray.tracking.collect import (
+    heldout_metrics,
+    rollout_metrics,
+    sync_metrics,
+    update_metrics,
+)
+from g2rpo_ray.tracking.memory import PeakMemory
+from g2rpo_ray.tracking.metrics import MetricsLog
+from g2rpo_ray.tracking.progress import Progress, print_table
+from g2rpo_ray.tracking.report import write_report
+from g2rpo_ray.weight_sync import SyncReport
+
+
+def train(config: Config, resume: str = "none") -> None:
+    """Run ``config`` to its end, or to a signal; always leaves a checkpoint and a report.
+
+    Raises:
+        StopRequested: a signal ended the run early, after its checkpoint was written.
+    """
+    check_model_folder(config.model)
+    train_prompts = _prompts(config.prompts.train, config)
+    heldout_prompts = _prompts(config.prompts.heldout, config)[: config.evaluation.prompts]
+    changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []
+    run = open_run(config, resume)
+    progress = Progress(config.iterations, run.info.iteration)
+    for change in changes:
+        progress.note(f"changed since the run was started: {change}")
+    with (
+        StopSignal() as stop,
+        PeakMemory() as memory,
+        launch(config, run.checkpoint, progress.note) as roles,
+        MetricsLog(
+            run.folder,
+            config.tracking,
+            config.model_dump(mode="json"),
+            run.first_record,
+        ) as log,
+        progress,
+    ):
+        loop = TrainingLoop(config, run, roles, log, progress, stop, memory)
+        loop.run(train_prompts, heldout_prompts)
+
+
+class TrainingLoop:
+    """One iteration is: generate, learn, sync, record; evaluate and save when due."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: Run,
+        roles: Roles,
+        log: MetricsLog,
+        progress: Progress,
+        stop: StopSignal,
+        memory: PeakMemory,
+    ) -> None:
+        self.config, self.run_folder, self.state = config, run.folder, run.info
+        self.roles, self.log, self.progress = roles, log, progress
+        self.stop, self.memory = stop, memory
+        self.seconds: dict[str, float] = {}
+
+    def run(self, train_prompts: list[str], heldout_prompts: list[str]) -> None:
+        """Train to the end; on a signal, save and re-raise."""
+        sampling = self.config.sampling
+        order = PromptOrder(len(train_prompts), self.config.seed, sampling.prompts_per_iteration)
+        saved = start = self.state.iteration
+        try:
+            if start == 0:
+                self.evaluate(heldout_prompts)
+            else:
+                self.sync(self.state.weight_version)
+            for iteration in range(start, self.config.iterations):
+                values = self.train_iteration(order, train_prompts)
+                if self.is_due(self.config.evaluation.every):
+                    self.evaluate(heldout_prompts)
+                # Recorded before it is saved: a resumed run never lacks the line of its checkpoint.
+                self.record(values)
+                if self.is_due(self.config.checkpoint.every) or self.is_last():
+                    self.save()
+                    saved = self.state.iteration
+        except StopRequested as request:
+            if saved < self.state.iteration:
+                self.save()
+            self.progress.note(
+                f"stopped by {request} after iteration {self.state.iteration} of "
+                f"{self.config.iterations}; --resume auto continues from there"
+            )
+            write_report(self.run_folder)
+            raise
+        self.finish(heldout_prompts)
+
+    def train_iteration(self, order: PromptOrder, train_prompts: list[str]) -> dict[str, float]:
+        """The algorithm: rollout groups, integrated advantages, clipped updates, new weights."""
+        iteration = self.state.iteration
+        started_s = time.perf_counter()
+        prompts = self.encode([(i, train_prompts[i]) for i in order.batch(iteration)])
+        with self.phase("generate"):
+            summaries, groups = self.roles.pool.generate(prompts, iteration, self.on_wait)
+        for failure in (failure for summary in summaries for failure in summary.failures):
+            self.progress.note(f"dropped a group: {failure}")
+        with self.phase("learn"):
+            update = self.roles.learner.update(groups)
+        report = self.sync(self.state.weight_version + 1)
+        self.state = replace(
+            self.state,
+            iteration=iteration + 1,
+            weight_version=report.version,
+            updates=self.state.updates + len(update.grad_norms),
+            evaluations=self.state.evaluations + sum(s.evaluations for s in summaries),
+            train_s=self.state.train_s + time.perf_counter() - started_s,
+        )
+        return (
+            rollout_metrics(summaries, self.seconds["generate"])
+            | update_metrics(update)
+            | sync_metrics(report)
+        )
+
+    def sync(self, version: int) -> SyncReport:
+        """Bring the learner's weights to every rollout worker, verified."""
+        with self.phase("sync"):
+            return self.roles.weight_sync.sync(self.roles.learner, self.roles.pool, version)
+
+    def evaluate(self, heldout_prompts: list[str]) -> None:
+        """Draw and score the held-out prompts with the weights of now."""
+        with self.phase("evaluate"):
+            prompts = self.encode(list(enumerate(heldout_prompts)))
+            results = self.roles.pool.evaluate(prompts, self.on_wait)
+        self.log.record(self.state.iteration, heldout_metrics(results))
+        shown = results[: self.config.evaluation.pictures_shown]
+        save_heldout(self.run_folder, self.state.iteration, shown)
+        self.log.pictures(
+            self.state.iteration, {result.prompt: result.pictures[0].numpy() for result in shown}
+        )
+
+    def record(self, values: dict[str, float]) -> None:
+        """Write one iteration's line; the last checkpoint's time counts to the iteration after."""
+        times = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        values |= times | {"time/iteration_s": sum(times.values())}
+        values["memory/pss_gib"] = self.memory.pss_gib
+        self.seconds = {}
+        self.log.record(self.state.iteration, values)
+        self.progress.iteration(self.state.iteration, values)
+
+    def save(self) -> None:
+        """Write a checkpoint of the state of now."""
+        with self.phase("checkpoint"):
+            folder = checkpoint_folder(self.run_folder, self.state.iteration)
+            self.roles.learner.save(folder, self.state)
+
+    def finish(self, heldout_prompts: list[str]) -> None:
+        """The last evaluation, summary.json, the table and the report."""
+        if not self.is_due(self.config.evaluation.every):
+            self.evaluate(heldout_prompts)
+        summary = {
+            "algorithm": self.config.algorithm,
+            "seed": self.config.seed,
+            "iterations": self.state.iteration,
+            "train_s": round(self.state.train_s, 1),
+            "evaluations": self.state.evaluations,
+            "peak_rss_gib": round(self.memory.peak_rss_gib, 2),
+            "weights_checksum": self.roles.learner.checksum(),
+            "heldout": heldout_before_after(self.run_folder),
+            "trained_rewards": list(self.config.trained_rewards),
+            "versions": versions(),
+        }
+        (self.run_folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        report = write_report(self.run_folder)
+        print_table(summary, report)
+
+    def encode(self, prompts: list[tuple[int, str]]) -> list[ray.ObjectRef]:
+        """References to prompts (id, text) with their embeddings, in the order given."""
+        return [self.roles.encoder.encode.remote(number, text) for number, text in prompts]
+
+    def on_wait(self, done: int, total: int) -> None:
+        """Called while prompts are drawn: stopping here loses only what is under way."""
+        self.progress.waiting(done, total, "prompts")
+        self.stop.check()
+
+    def is_due(self, every: int) -> bool:
+        return every > 0 and self.state.iteration % every == 0
+
+    def is_last(self) -> bool:
+        return self.state.iteration == self.config.iterations
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show what the run does, and add up the time it takes."""
+        self.progress.phase(name)
+        started_s = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started_s
+
+
+def _prompts(path: str, config: Config) -> list[str]:
+    return read_prompts(resolve_path(path), config.prompts.max_characters)

@@ -1,0 +1,184 @@
+"""The run folder: opening it, resuming in it, and what is written at the end.
+
+``<run_dir>/``: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl``, ``tensorboard/``,
+``checkpoints/``, ``pictures/heldout/``, ``summary.json``, ``report.html``.
+"""
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from PIL import Image
+
+from g2rpo_ray.config import Config, ModelSection, load_config, save_config
+from g2rpo_ray.learner.checkpoint import (
+    CheckpointError,
+    CheckpointInfo,
+    list_checkpoints,
+    read_info,
+)
+from g2rpo_ray.rollout.worker import HeldoutPictures
+from g2rpo_ray.tracking.metrics import read_metrics
+
+PACKAGES = ("g2rpo-ray", "ray", "torch", "diffusers", "transformers", "peft", "deepspeed",
+            "open_clip_torch", "safetensors")  # fmt: skip
+
+
+class RunFolderError(RuntimeError):
+    """The run folder cannot be used as asked; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, and where in it training starts."""
+
+    folder: Path
+    checkpoint: Path | None
+    """Checkpoint to continue from; None starts at the base model."""
+    info: CheckpointInfo
+    """State at the start."""
+    first_record: int | None
+    """First iteration that this life of the run records; None in a new folder."""
+
+
+def trained_kind(model: ModelSection) -> str:
+    """What is trained, as a checkpoint names it."""
+    if model.lora is None:
+        return "full"
+    return f"lora rank {model.lora.rank} alpha {model.lora.alpha:g}"
+
+
+def open_run(config: Config, resume: str) -> Run:
+    """Make the run folder, or find the checkpoint to continue from.
+
+    Args:
+        resume: ``none`` starts a new run and refuses a folder that has one; ``auto`` continues
+            from the last checkpoint where there is one; else the folder of a checkpoint.
+
+    Raises:
+        RunFolderError: the folder has a run already, or the checkpoint is of another kind.
+    """
+    folder = Path(config.run_dir).expanduser().absolute()
+    has_run = (folder / "config.yaml").exists()
+    if has_run and resume == "none":
+        raise RunFolderError(
+            f"run_dir {folder} already has a run: --resume auto continues it from its last "
+            "checkpoint; or name another run_dir"
+        )
+    checkpoint = _checkpoint_of(folder, resume)
+    kind = trained_kind(config.model)
+    info = CheckpointInfo(0, 0, 0, 0, 0.0, kind, config.seed)
+    first_record = 0 if has_run else None
+    if checkpoint is not None:
+        info = read_info(checkpoint)
+        if info.trained != kind:
+            raise RunFolderError(
+                f"{checkpoint} holds '{info.trained}' weights, the configuration trains '{kind}' "
+                "(model.lora); they cannot be mixed"
+            )
+        if info.seed != config.seed:
+            raise RunFolderError(
+                f"{checkpoint} belongs to seed {info.seed}, the configuration has seed "
+                f"{config.seed}; the prompts already seen would differ"
+            )
+        if info.iteration >= config.iterations:
+            raise RunFolderError(
+                f"{checkpoint} is at iteration {info.iteration} of {config.iterations}: the run "
+                "is complete; raise iterations to go on"
+            )
+        first_record = info.iteration + 1 if has_run else None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "versions.json").write_text(json.dumps(versions(), indent=1))
+        save_config(config, folder / "config.yaml")
+    except OSError as error:
+        raise RunFolderError(f"run_dir {folder}: cannot be written: {error}") from error
+    return Run(folder, checkpoint, info, first_record)
+
+
+def write_resolved(config: Config) -> Path:
+    """Write the resolved configuration into ``run_dir`` without starting a run there."""
+    path = Path(config.run_dir).expanduser().absolute() / "resolved.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_config(config, path)
+    except OSError as error:
+        raise RunFolderError(f"run_dir {path.parent}: cannot be written: {error}") from error
+    return path
+
+
+def changed_settings(folder: Path, config: Config) -> list[str]:
+    """Settings that differ from those the folder's run was started with, as ``key: old -> new``."""
+    saved = folder / "config.yaml"
+    if not saved.exists():
+        return []
+    old, new = (_flat(c.model_dump(mode="json")) for c in (load_config(saved), config))
+    keys = sorted(old.keys() | new.keys())
+    return [f"{k}: {old.get(k)} -> {new.get(k)}" for k in keys if old.get(k) != new.get(k)]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures]) -> None:
+    """Keep pictures with their scores: ``pictures/heldout/iteration_<n>.json`` and PNG files."""
+    target = folder / "pictures" / "heldout"
+    name = f"iteration_{iteration}"
+    (target / name).mkdir(parents=True, exist_ok=True)
+    entries = []
+    for result in results:
+        for number, picture in enumerate(result.pictures):
+            file = f"{name}/{result.prompt_id}_{number}.png"
+            Image.fromarray(picture.numpy()).save(target / file)
+            scores = {reward: _number(values[number]) for reward, values in result.scores.items()}
+            entries.append(
+                {"prompt_id": result.prompt_id, "prompt": result.prompt, "file": file,
+                 "scores": scores}
+            )  # fmt: skip
+    (target / f"{name}.json").write_text(json.dumps(entries, indent=1, ensure_ascii=False))
+
+
+def heldout_before_after(folder: Path) -> dict[str, dict[str, float | None]]:
+    """First and last recorded evaluation of each reward."""
+    evaluations = [r for r in read_metrics(folder) if r["kind"] == "evaluation"]
+    prefix = "heldout/"
+    names = [key.removeprefix(prefix) for key in evaluations[0] if key.startswith(prefix)]
+    return {
+        name: {
+            "before": evaluations[0][prefix + name],
+            "after": evaluations[-1].get(prefix + name),
+        }
+        for name in names
+    }
+
+
+def _checkpoint_of(folder: Path, resume: str) -> Path | None:
+    if resume == "none":
+        return None
+    if resume == "auto":
+        checkpoints = list_checkpoints(folder)
+        return checkpoints[-1] if checkpoints else None
+    path = Path(resume).expanduser().absolute()
+    if not path.is_dir():
+        raise CheckpointError(f"--resume {resume}: no such folder; it takes auto, none, or a folder")
+    return path
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _number(value: object) -> float | None:
+    number = float(value)  # type: ignore[arg-type]
+    return number if number == number else None

@@ -1,0 +1,52 @@
+"""The interface of a transport, and the check that every transport ends with."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from g2rpo_ray.learner.group import LearnerGroup
+from g2rpo_ray.models.weights import WeightReceipt
+from g2rpo_ray.rollout.pool import RolloutPool
+
+
+class WeightSyncError(RuntimeError):
+    """A rollout worker does not hold the learner's weights; the run must not go on."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What was sent to each receiver."""
+
+    version: int
+    tensors: int
+    bytes: int
+    checksum: str
+
+
+class WeightSync(ABC):
+    """A way to bring the learner's weights to the rollout workers."""
+
+    @abstractmethod
+    def sync(self, learner: LearnerGroup, pool: RolloutPool, version: int) -> SyncReport:
+        """Send version ``version`` to every worker and verify each one's answer.
+
+        Raises:
+            WeightSyncError: a worker did not answer in time, or holds something else.
+        """
+
+
+def verify(expected: WeightReceipt, answers: Sequence[WeightReceipt]) -> SyncReport:
+    """Compare what every receiver holds with what the learner sent.
+
+    Raises:
+        WeightSyncError: nothing was sent, or an answer differs; the receiver and both are named.
+    """
+    if expected.tensors == 0:
+        raise WeightSyncError("weight sync sent no tensor: the model has nothing that is trained")
+    for worker, answer in enumerate(answers):
+        if answer != expected:
+            raise WeightSyncError(
+                f"rollout worker {worker} holds other weights than the learner sent: {answer} "
+                f"instead of {expected}"
+            )
+    return SyncReport(expected.version, expected.tensors, expected.bytes, expected.checksum)
