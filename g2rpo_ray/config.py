@@ -229,7 +229,7 @@ class EvaluationSection(Section):
     every: int = Field(0, ge=0)
     """Evaluate after every so many iterations; 0 only before the first and after the last."""
     prompts: int = Field(64, ge=1)
-    """Number of held-out prompts, taken from the top of the file."""
+    """Number of held-out prompts, evenly spaced over the file; all of them if it has fewer."""
     pictures_per_prompt: int = Field(1, ge=1)
     """Pictures of each prompt, each from its own fixed seed."""
     steps: int = Field(28, ge=1)

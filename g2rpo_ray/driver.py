@@ -44,7 +44,7 @@ def train(config: Config, resume: str = "none") -> None:
     """
     check_model_folder(config.model)
     train_prompts = _prompts(config.prompts.train, config)
-    heldout_prompts = _prompts(config.prompts.heldout, config)[: config.evaluation.prompts]
+    heldout_prompts = evenly(_prompts(config.prompts.heldout, config), config.evaluation.prompts)
     changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []
     run = open_run(config, resume)
     progress = Progress(config.iterations, run.info.iteration)
@@ -84,7 +84,7 @@ class TrainingLoop:
         self.stop, self.memory = stop, memory
         self.seconds: dict[str, float] = {}
 
-    def run(self, train_prompts: list[str], heldout_prompts: list[str]) -> None:
+    def run(self, train_prompts: list[str], heldout_prompts: list[tuple[int, str]]) -> None:
         """Train to the end; on a signal, save and re-raise."""
         sampling = self.config.sampling
         order = PromptOrder(len(train_prompts), self.config.seed, sampling.prompts_per_iteration)
@@ -145,10 +145,10 @@ class TrainingLoop:
         with self.phase("sync"):
             return self.roles.weight_sync.sync(self.roles.learner, self.roles.pool, version)
 
-    def evaluate(self, heldout_prompts: list[str]) -> None:
+    def evaluate(self, heldout_prompts: list[tuple[int, str]]) -> None:
         """Draw and score the held-out prompts with the weights of now."""
         with self.phase("evaluate"):
-            prompts = self.encode(list(enumerate(heldout_prompts)))
+            prompts = self.encode(heldout_prompts)
             results = self.roles.pool.evaluate(prompts, self.on_wait)
         self.log.record(self.state.iteration, heldout_metrics(results))
         shown = results[: self.config.evaluation.pictures_shown]
@@ -172,7 +172,7 @@ class TrainingLoop:
             folder = checkpoint_folder(self.run_folder, self.state.iteration)
             self.roles.learner.save(folder, self.state)
 
-    def finish(self, heldout_prompts: list[str]) -> None:
+    def finish(self, heldout_prompts: list[tuple[int, str]]) -> None:
         """The last evaluation, summary.json, the table and the report."""
         if not self.is_due(self.config.evaluation.every):
             self.evaluate(heldout_prompts)
@@ -214,6 +214,13 @@ class TrainingLoop:
         started_s = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started_s
+
+
+def evenly(prompts: list[str], count: int) -> list[tuple[int, str]]:
+    """(id, text) of up to ``count`` prompts, evenly spaced: files are often sorted by subject."""
+    count = min(count, len(prompts))
+    ids = [place * len(prompts) // count for place in range(count)]
+    return [(number, prompts[number]) for number in ids]
 
 
 def _prompts(path: str, config: Config) -> list[str]:

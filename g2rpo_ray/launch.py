@@ -46,14 +46,16 @@ def launch(config: Config, checkpoint: Path | None, note: Callable[[str], None])
         ClusterError: the cluster lacks resources, or cannot be reached.
     """
     note("starting Ray")
-    with _ray_cluster(config):
+    with _ray_cluster(config) as private:
         session = ray.get_runtime_context().get_session_name()
         note(f"logs of all roles: {session}/logs in Ray's temporary folder (/tmp/ray)")
         check_resources(config)
         prefix = f"g2rpo-{os.getpid()}"
         note("starting reward servers")
         with (
-            reward_servers(prefix, config.rewards, config.cluster.start_timeout_s) as handles,
+            reward_servers(
+                prefix, config.rewards, config.cluster.start_timeout_s, private
+            ) as handles,
             _placement(config) as placement,
         ):
             client = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
@@ -108,7 +110,8 @@ def check_resources(config: Config) -> None:
 
 
 @contextmanager
-def _ray_cluster(config: Config) -> Iterator[None]:
+def _ray_cluster(config: Config) -> Iterator[bool]:
+    """Connect to Ray, or start it on this machine; yields whether it is ours alone."""
     address = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     try:
         ray.init(
@@ -124,7 +127,7 @@ def _ray_cluster(config: Config) -> Iterator[None]:
             f"no Ray cluster at {address!r} (cluster.address or RAY_ADDRESS): {error}"
         ) from error
     try:
-        yield
+        yield address == "local"
     finally:
         ray.shutdown()
 

@@ -77,12 +77,13 @@ class RewardServer:
 
 @contextmanager
 def reward_servers(
-    prefix: str, rewards: dict[str, RewardSection], start_timeout_s: float
+    prefix: str, rewards: dict[str, RewardSection], start_timeout_s: float, private_cluster: bool
 ) -> Iterator[dict[str, DeploymentHandle]]:
     """Deploy all rewards, yield a handle for each, and take exactly them down at the end.
 
     Args:
         prefix: unique on the cluster; an application is named ``<prefix>-<reward>``.
+        private_cluster: the cluster ends with the run, and Serve with it.
 
     Raises:
         ScorerError: a scorer did not start within the time, with Serve's reason.
@@ -101,10 +102,8 @@ def reward_servers(
         _wait_until_running(names, time.monotonic() + start_timeout_s)
         yield dict(zip(names, handles, strict=True))
     finally:
-        if serve.status().applications.keys() <= set(names.values()):
-            serve.shutdown()
-        else:
-            # Somebody else's applications are served on this cluster, too.
+        if not private_cluster:
+            # Not serve.shutdown(): somebody else's applications may be served here, too.
             for app in names.values():
                 serve.delete(app)
 

@@ -1,0 +1,52 @@
+# g2rpo-ray. `make quickstart` and `make test` do all the set-up on a fresh machine.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+CONFIG ?= configs/quickstart.yaml
+
+.PHONY: help quickstart test lint format clean constraints
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machine's CPU (4 minutes)
+	$(BIN)/g2rpo train $(CONFIG) run_dir=$(RUN) $(ARGS)
+
+test: $(VENV)/.installed-dev lint  ## lint, type-check and run all tests (ARGS='-m "not slow"' for fewer)
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff (lint and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+
+# A stamp file says that an environment holds what constraints.txt and pyproject.toml ask for.
+$(VENV)/.installed: constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "g2rpo-ray needs Python 3.11 or newer; set PYTHON=python3.x"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' || \
+	  { echo "Python's venv is missing: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+constraints:  ## write constraints.txt from the newest versions that pyproject.toml allows
+	$(PYTHON) -m venv $(VENV)-new
+	$(VENV)-new/bin/python -m pip install --quiet --editable '.[dev]'
+	@echo "# The versions that work together; made with 'make constraints'." > constraints.txt
+	$(VENV)-new/bin/python -m pip freeze --exclude-editable | grep -viE '^(nvidia|cuda|triton)' \
+	  >> constraints.txt
+	rm -rf $(VENV)-new
