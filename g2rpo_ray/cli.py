@@ -1,14 +1,18 @@
-"""``g2rpo``: the command line."""
+"""``g2rpo``: the command line. Heavy libraries are imported by the command that needs them."""
 
 import argparse
+import json
+import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from g2rpo_ray import __version__
-from g2rpo_ray.config import Config, ConfigError, load_config
+from g2rpo_ray.config import load_config
+from g2rpo_ray.errors import InputError, RunError
+from g2rpo_ray.stop import StopRequested
 
-EXIT_BAD_INPUT = 2
-EXIT_FAILED = 1
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 SIGNAL_BASE = 128
 """Exit code after a signal is this plus its number, as shells do: 130 Ctrl-C, 143 SIGTERM."""
 
@@ -17,46 +21,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 128 + n on signal n."""
     options = _parser().parse_args(arguments)
     try:
-        config = load_config(options.config, options.overrides)
-        return int(options.run(config, options))
-    except ConfigError as error:
+        options.run(options)
+    except InputError as error:
         return _report(error, EXIT_BAD_INPUT)
-
-
-def _train(config: Config, options: argparse.Namespace) -> int:
-    from g2rpo_ray.arithmetic import describe
-    from g2rpo_ray.launch import ClusterError
-    from g2rpo_ray.learner.checkpoint import CheckpointError
-    from g2rpo_ray.learner.engine import LearnerError
-    from g2rpo_ray.models.loading import ModelFolderError
-    from g2rpo_ray.prompts.dataset import PromptFileError
-    from g2rpo_ray.rewards.client import InvalidRewardError
-    from g2rpo_ray.rewards.scorer import ScorerError
-    from g2rpo_ray.rollout.pool import RolloutError
-    from g2rpo_ray.run import RunFolderError, write_resolved
-    from g2rpo_ray.stop import StopRequested
-    from g2rpo_ray.tracking.metrics import TrackingError
-    from g2rpo_ray.weight_sync import WeightSyncError
-
-    print(describe(config), flush=True)
-    if options.dry_run:
-        print(f"resolved configuration: {write_resolved(config)}")
-        return 0
-
-    from g2rpo_ray.driver import train
-
-    try:
-        train(config, options.resume)
-    except (
-        ModelFolderError, PromptFileError, RunFolderError, CheckpointError, ClusterError,
-        ScorerError, TrackingError,
-    ) as error:  # fmt: skip
-        return _report(error, EXIT_BAD_INPUT)
-    except (RolloutError, LearnerError, WeightSyncError, InvalidRewardError) as error:
+    except RunError as error:
         return _report(error, EXIT_FAILED)
     except StopRequested as request:
         return SIGNAL_BASE + request.signal_number
-    return 0
+    except KeyboardInterrupt:
+        print("g2rpo: stopped at once", file=sys.stderr)
+        return SIGNAL_BASE + signal.SIGINT
+    return EXIT_DONE
+
+
+def _train(options: argparse.Namespace) -> None:
+    from g2rpo_ray.arithmetic import describe
+    from g2rpo_ray.run import write_resolved
+
+    config = load_config(options.config, options.overrides)
+    print(describe(config), flush=True)
+    if options.dry_run:
+        print(f"resolved configuration: {write_resolved(config)}")
+        return
+
+    from g2rpo_ray.driver import train
+
+    train(config, options.resume)
+
+
+def _sample(options: argparse.Namespace) -> None:
+    from g2rpo_ray.sample import sample
+
+    config = load_config(options.run_dir / "config.yaml", options.overrides)
+    for path in sample(
+        config,
+        checkpoint=options.checkpoint,
+        prompts=options.prompt,
+        pictures_per_prompt=options.count,
+        seed=options.seed,
+        folder=options.out,
+    ):
+        print(path)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from g2rpo_ray.evaluate import evaluate
+
+    config = load_config(options.run_dir / "config.yaml", options.overrides)
+    result = evaluate(config, checkpoint=options.checkpoint)
+    print(json.dumps(result, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,28 +80,53 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a model with a configuration")
-    _add_config(train)
+    train.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, see configs/")
     train.add_argument(
-        "--dry-run", action="store_true", help="print the batch arithmetic, write the resolved "
-        "configuration into run_dir, start nothing",
-    )  # fmt: skip
+        "--dry-run",
+        action="store_true",
+        help="print the batch arithmetic, write the resolved configuration, start nothing",
+    )
     train.add_argument(
-        "--resume", default="none", metavar="auto|PATH|none",
+        "--resume",
+        default="none",
+        metavar="auto|PATH|none",
         help="continue from the run's last checkpoint, from one folder, or start anew (default)",
-    )  # fmt: skip
+    )
     train.set_defaults(run=_train)
+
+    sample = commands.add_parser("sample", help="draw pictures with the weights of a run")
+    _add_run(sample)
+    sample.add_argument("--prompt", action="append", required=True, help="may be given repeatedly")
+    sample.add_argument("--count", type=int, default=1, help="pictures of each prompt (1)")
+    sample.add_argument("--seed", type=int, default=0, help="seed of the initial noise (0)")
+    sample.add_argument("--out", type=Path, default=Path("samples"), help="folder for PNG files")
+    sample.set_defaults(run=_sample)
+
+    evaluate = commands.add_parser("evaluate", help="score held-out prompts with every reward")
+    _add_run(evaluate)
+    evaluate.add_argument("--json", type=Path, help="write the result here, too")
+    evaluate.set_defaults(run=_evaluate)
+
+    for command in (train, sample, evaluate):
+        command.add_argument(
+            "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
+        )
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, see configs/")
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
+        "--checkpoint",
+        default="last",
+        metavar="last|base|PATH",
+        help="weights: the run's last checkpoint (default), the base model, or one checkpoint",
     )
 
 
 def _report(error: Exception, code: int) -> int:
-    print(f"g2rpo: {error}", file=sys.stderr)
+    # An error from a Ray task carries the remote traceback in its text; the cause is what helps.
+    print(f"g2rpo: {getattr(error, 'cause', error)}", file=sys.stderr)
     return code
 
 

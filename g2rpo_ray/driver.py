@@ -9,11 +9,11 @@ from pathlib import Path
 
 import ray
 
-from g2rpo_ray.config import Config, resolve_path
+from g2rpo_ray.config import Config
 from g2rpo_ray.launch import Roles, launch
 from g2rpo_ray.learner.checkpoint import checkpoint_folder
 from g2rpo_ray.models.loading import check_model_folder
-from g2rpo_ray.prompts.dataset import PromptOrder, read_prompts
+from g2rpo_ray.prompts.dataset import PromptOrder, evenly, read_config_prompts
 from g2rpo_ray.run import (
     Run,
     changed_settings,
@@ -43,8 +43,10 @@ def train(config: Config, resume: str = "none") -> None:
         StopRequested: a signal ended the run early, after its checkpoint was written.
     """
     check_model_folder(config.model)
-    train_prompts = _prompts(config.prompts.train, config)
-    heldout_prompts = evenly(_prompts(config.prompts.heldout, config), config.evaluation.prompts)
+    train_prompts = read_config_prompts(config.prompts, config.prompts.train)
+    heldout_prompts = evenly(
+        read_config_prompts(config.prompts, config.prompts.heldout), config.evaluation.prompts
+    )
     changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []
     run = open_run(config, resume)
     progress = Progress(config.iterations, run.info.iteration)
@@ -94,12 +96,11 @@ class TrainingLoop:
                 self.evaluate(heldout_prompts)
             else:
                 self.sync(self.state.weight_version)
-            for iteration in range(start, self.config.iterations):
-                values = self.train_iteration(order, train_prompts)
+            while not self.is_last():
+                # Recorded before it is saved: a resumed run never lacks the line of its checkpoint.
+                self.record(self.train_iteration(order, train_prompts))
                 if self.is_due(self.config.evaluation.every):
                     self.evaluate(heldout_prompts)
-                # Recorded before it is saved: a resumed run never lacks the line of its checkpoint.
-                self.record(values)
                 if self.is_due(self.config.checkpoint.every) or self.is_last():
                     self.save()
                     saved = self.state.iteration
@@ -158,7 +159,7 @@ class TrainingLoop:
         )
 
     def record(self, values: dict[str, float]) -> None:
-        """Write one iteration's line; the last checkpoint's time counts to the iteration after."""
+        """Write one iteration's line; an evaluation or checkpoint counts to the line after it."""
         times = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
         values |= times | {"time/iteration_s": sum(times.values())}
         values["memory/pss_gib"] = self.memory.pss_gib
@@ -214,14 +215,3 @@ class TrainingLoop:
         started_s = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started_s
-
-
-def evenly(prompts: list[str], count: int) -> list[tuple[int, str]]:
-    """(id, text) of up to ``count`` prompts, evenly spaced: files are often sorted by subject."""
-    count = min(count, len(prompts))
-    ids = [place * len(prompts) // count for place in range(count)]
-    return [(number, prompts[number]) for number in ids]
-
-
-def _prompts(path: str, config: Config) -> list[str]:
-    return read_prompts(resolve_path(path), config.prompts.max_characters)

@@ -14,6 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from g2rpo_ray.config import Config, ModelSection, load_config, save_config
+from g2rpo_ray.errors import InputError
 from g2rpo_ray.learner.checkpoint import (
     CheckpointError,
     CheckpointInfo,
@@ -27,7 +28,7 @@ PACKAGES = ("g2rpo-ray", "ray", "torch", "diffusers", "transformers", "peft", "d
             "open_clip_torch", "safetensors")  # fmt: skip
 
 
-class RunFolderError(RuntimeError):
+class RunFolderError(InputError):
     """The run folder cannot be used as asked; the message says what to do."""
 
 
@@ -84,7 +85,7 @@ def open_run(config: Config, resume: str) -> Run:
                 f"{checkpoint} belongs to seed {info.seed}, the configuration has seed "
                 f"{config.seed}; the prompts already seen would differ"
             )
-        if info.iteration >= config.iterations:
+        if info.iteration >= config.iterations and (folder / "summary.json").exists():
             raise RunFolderError(
                 f"{checkpoint} is at iteration {info.iteration} of {config.iterations}: the run "
                 "is complete; raise iterations to go on"
@@ -108,6 +109,20 @@ def write_resolved(config: Config) -> Path:
     except OSError as error:
         raise RunFolderError(f"run_dir {path.parent}: cannot be written: {error}") from error
     return path
+
+
+def checkpoint_named(config: Config, name: str) -> Path:
+    """Folder of a run's ``last`` checkpoint, or of the one that ``name`` is the path of.
+
+    Raises:
+        RunFolderError: the run has no checkpoint.
+    """
+    if name != "last":
+        return Path(name).expanduser().absolute()
+    checkpoints = list_checkpoints(Path(config.run_dir).expanduser().absolute())
+    if not checkpoints:
+        raise RunFolderError(f"{config.run_dir}: no checkpoint there yet; --checkpoint base works")
+    return checkpoints[-1]
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:
@@ -165,7 +180,9 @@ def _checkpoint_of(folder: Path, resume: str) -> Path | None:
         return checkpoints[-1] if checkpoints else None
     path = Path(resume).expanduser().absolute()
     if not path.is_dir():
-        raise CheckpointError(f"--resume {resume}: no such folder; it takes auto, none, or a folder")
+        raise CheckpointError(
+            f"--resume {resume}: no such folder; it takes auto, none, or a folder"
+        )
     return path
 
 

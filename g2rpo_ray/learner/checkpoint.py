@@ -17,10 +17,13 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from g2rpo_ray.errors import InputError
 
 FORMAT = 1
 WEIGHTS_FILE = "trainable.safetensors"
@@ -28,7 +31,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 WEIGHT_PREFIX = "weight."
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(InputError):
     """A checkpoint cannot be written or used; the message names the file and the cause."""
 
 
@@ -92,17 +95,17 @@ def read_checkpoint(folder: Path) -> tuple[CheckpointInfo, dict[str, Tensor]]:
     content = _read_state_json(folder)
     files = content.pop("files")
     for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
-        if _sha256(path) != expected:
-            raise CheckpointError(
-                f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
-                "with --resume PATH"
-            )
+        _check_file(folder / name, expected)
     state = {WEIGHT_PREFIX + n: t for n, t in load_file(folder / WEIGHTS_FILE).items()}
     state |= load_file(folder / OPTIMIZER_FILE)
     return CheckpointInfo(**content), state
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """fp32 trainable weights of a checkpoint by name, checked; the optimizer's are not read."""
+    content = _read_state_json(folder)
+    _check_file(folder / WEIGHTS_FILE, content["files"][WEIGHTS_FILE])
+    return load_file(folder / WEIGHTS_FILE)
 
 
 def read_info(folder: Path) -> CheckpointInfo:
@@ -126,7 +129,17 @@ def delete_old_checkpoints(run_dir: Path, keep_last: int) -> None:
         shutil.rmtree(folder)
 
 
-def _read_state_json(folder: Path) -> dict[str, object] | dict[str, dict[str, str]]:
+def _check_file(path: Path, expected_sha256: str) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
+    if _sha256(path) != expected_sha256:
+        raise CheckpointError(
+            f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
+            "with --resume PATH"
+        )
+
+
+def _read_state_json(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     try:
         content = json.loads(path.read_text())

@@ -20,13 +20,14 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from g2rpo_ray.config import LearnerSection
+from g2rpo_ray.errors import RunError
 from g2rpo_ray.models.flux import FluxPolicy
 from g2rpo_ray.models.weights import load_weights, trainable_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class LearnerError(RuntimeError):
+class LearnerError(RunError):
     """The learner cannot go on; the message says what was wrong and what to change."""
 
 

@@ -11,9 +11,9 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.loading import DTYPES, ModelFolderError, load_part
 from g2rpo_ray.models.lora import add_lora
-from g2rpo_ray.models.embeds import PromptEmbeds
 
 VAE_FACTOR = 8
 """Pixels to latents; FLUX then packs 2 x 2 latents into one token."""

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import CLIPTextModel, CLIPTokenizerFast, T5EncoderModel, T5TokenizerFast
 
 from g2rpo_ray.config import ModelSection, resolve_path
+from g2rpo_ray.errors import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -31,7 +32,7 @@ _CONFIG_FILES = {
 }
 
 
-class ModelFolderError(RuntimeError):
+class ModelFolderError(InputError):
     """A model folder is missing, incomplete or does not fit; the message names part and cause."""
 
 

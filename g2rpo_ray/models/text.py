@@ -3,8 +3,8 @@
 import torch
 
 from g2rpo_ray.config import ModelSection
-from g2rpo_ray.models.loading import DTYPES, load_part
 from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.loading import DTYPES, load_part
 
 
 class TextEncoder:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from g2rpo_ray.errors import InputError
 from g2rpo_ray.models.flux import FluxPolicy
 
 CHECKSUM_SLICE = 1 << 26
 """Words summed at a time: an int64 copy of a whole large tensor would not fit beside the model."""
 
 
-class WeightMismatchError(RuntimeError):
+class WeightMismatchError(InputError):
     """Weights do not fit the model they are meant for; names are given."""
 
 
@@ -50,8 +51,7 @@ def load_weights(policy: FluxPolicy, weights: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         if parameter.shape != weights[name].shape:
             raise WeightMismatchError(
-                f"{name}: shape {tuple(weights[name].shape)} does not fit "
-                f"{tuple(parameter.shape)}"
+                f"{name}: shape {tuple(weights[name].shape)} does not fit {tuple(parameter.shape)}"
             )
     for name, parameter in parameters.items():
         parameter.copy_(weights[name])

@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 
 from g2rpo_ray.algorithm.noise import seed_of
+from g2rpo_ray.config import PromptsSection, resolve_path
+from g2rpo_ray.errors import InputError
 from g2rpo_ray.models.embeds import PromptEmbeds
 
 
-class PromptFileError(ValueError):
+class PromptFileError(InputError):
     """A prompt file cannot be used; the message names file, line and cause."""
 
 
@@ -61,6 +63,18 @@ def read_prompts(path: Path, max_characters: int) -> list[str]:
     if not prompts:
         raise PromptFileError(f"{path}: no prompt in it; expected one prompt a line")
     return prompts
+
+
+def read_config_prompts(settings: PromptsSection, path: str) -> list[str]:
+    """Prompts of ``prompts.train`` or ``prompts.heldout``."""
+    return read_prompts(resolve_path(path), settings.max_characters)
+
+
+def evenly(prompts: list[str], count: int) -> list[tuple[int, str]]:
+    """(id, text) of up to ``count`` prompts, evenly spaced: files are often sorted by subject."""
+    count = min(count, len(prompts))
+    ids = [place * len(prompts) // count for place in range(count)]
+    return [(number, prompts[number]) for number in ids]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from functools import lru_cache
 
-import ray
 import torch
 
 from g2rpo_ray.config import Config
@@ -13,7 +12,6 @@ from g2rpo_ray.prompts.dataset import Prompt
 CACHED_PROMPTS = 256
 
 
-@ray.remote(max_restarts=2, max_task_retries=2)
 class PromptEncoder:
     """Holds the text encoders, so that no other role needs their memory."""
 

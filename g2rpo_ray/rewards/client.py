@@ -12,11 +12,12 @@ from ray.serve.handle import DeploymentHandle
 from torch import Tensor
 
 from g2rpo_ray.config import RewardSection
+from g2rpo_ray.errors import RunError
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.server import ScoreRequest
 
 
-class InvalidRewardError(RuntimeError):
+class InvalidRewardError(RunError):
     """A reward stayed without a usable number; names scorer, prompt and cause."""
 
 
@@ -34,7 +35,7 @@ class RewardClient:
         return sorted(self.rewards)
 
     def submit(self, prompt: str, pictures: Tensor, names: list[str]) -> "PendingScores":
-        """Send pictures (uint8 ``[B, H, W, 3]``, one prompt) to the named rewards; returns at once."""
+        """Send pictures (uint8 ``[B, H, W, 3]``, one prompt) to these rewards; returns at once."""
         request = ScoreRequest(prompt, pictures)
         sent = {name: self.handles[name].score.remote(request) for name in names}
         return PendingScores(self, request, sent, time.monotonic())

@@ -30,7 +30,9 @@ class PythonScorer(RewardScorer):
         try:
             cls = getattr(importlib.import_module(module_name), class_name)
         except (ImportError, AttributeError) as error:
-            raise ScorerError(f"python scorer {options.target!r} cannot be imported: {error}") from error
+            raise ScorerError(
+                f"python scorer {options.target!r} cannot be imported: {error}"
+            ) from error
         if not (isinstance(cls, type) and issubclass(cls, RewardScorer)):
             raise ScorerError(
                 f"python scorer {options.target!r} is no subclass of "

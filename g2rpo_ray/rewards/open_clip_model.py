@@ -101,4 +101,3 @@ def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path)
         model.load_state_dict(state)
     except RuntimeError as error:
         raise ScorerError(f"{source}: does not fit the architecture: {str(error)[:600]}") from error
-

@@ -14,7 +14,7 @@ class OracleScorer(RewardScorer):
 
     kind = "oracle"
 
-    def __init__(self, options: Section, device: str) -> None:
+    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
         from g2rpo_ray.tiny_world.oracle import check
 
         self._check = check

@@ -7,9 +7,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from g2rpo_ray.config import Section
+from g2rpo_ray.errors import InputError
 
 
-class ScorerError(RuntimeError):
+class ScorerError(InputError):
     """A scorer cannot be set up or gave an unusable answer; the message names scorer and cause."""
 
 

@@ -38,7 +38,7 @@ class RewardServer:
         device = "cuda" if reward.gpus_per_replica > 0 else "cpu"
         self._name, self._reward = name, reward
         self._scorer = make_scorer(reward.kind, reward.options, device)
-        self.score.set_max_batch_size(reward.merge_requests)  # type: ignore[attr-defined]
+        self.score.set_max_batch_size(reward.merge_requests)
 
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.005)
     async def score(self, requests: list[ScoreRequest]) -> list[Tensor | ScorerError]:

@@ -10,6 +10,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from g2rpo_ray.config import Config
+from g2rpo_ray.errors import RunError
 from g2rpo_ray.rollout.worker import HeldoutPictures, RolloutSummary, RolloutWorker, Scoring
 
 QUEUED_PER_WORKER = 2
@@ -20,7 +21,7 @@ OnWait = Callable[[int, int], None]
 """Called with (done, total) while the pool waits; may raise to give up."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(RunError):
     """A rollout failed; the message names worker, prompt and cause."""
 
 
@@ -68,9 +69,7 @@ class RolloutPool:
         refs = self._run(calls, on_wait)
         return ray.get([summary for summary, _ in refs]), [group for _, group in refs]
 
-    def evaluate(
-        self, prompts: Sequence[ray.ObjectRef], on_wait: OnWait
-    ) -> list[HeldoutPictures]:
+    def evaluate(self, prompts: Sequence[ray.ObjectRef], on_wait: OnWait) -> list[HeldoutPictures]:
         """Draw and score held-out prompts, in their order."""
         calls = [
             lambda worker, prompt=prompt: [worker.evaluate.remote(prompt)] for prompt in prompts

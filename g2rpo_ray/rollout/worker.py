@@ -24,8 +24,9 @@ from g2rpo_ray.rollout.strategies import make_strategy
 class PendingScores(Protocol):
     """Scores under way."""
 
-    failures: list[str]
-    """After ``result``: what failed for good, in words."""
+    @property
+    def failures(self) -> list[str]:
+        """After ``result``: what failed for good, in words."""
 
     def result(self) -> dict[str, Tensor]:
         """Reward name -> float32 ``[B]``; NaN for a failed reward, if the run goes on then."""
@@ -109,16 +110,19 @@ class RolloutWorker:
         evaluations_before = self.policy.evaluations
         clock = _Clock()
 
-        draw = self.strategy.draw(self._sampler(config.sampling.steps), self._embeds(prompt), key)
+        sampler = self._sampler(config.sampling.steps)
+        draw = self.strategy.draw(sampler, self._embeds(prompt), key, iteration)
         names = sorted(config.trained_rewards)
         rewards = torch.full(
             (len(names), draw.granularities, len(draw.sde_steps), config.sampling.members),
             torch.nan,
         )
         pending: list[tuple[list[int], PendingScores]] = []
+        decoded = 0
         for positions, x0 in draw.finished:
             clock.lap("denoise_s")
             pictures = self.decoder.decode(x0.flatten(0, 1))
+            decoded += len(pictures)
             pending.append((positions, self.scoring.submit(prompt.text, pictures, names)))
             clock.lap("decode_s")
         clock.lap("denoise_s")
@@ -139,10 +143,11 @@ class RolloutWorker:
             rewards=rewards,
             reward_names=names,
             evaluations=self.policy.evaluations - evaluations_before,
+            batch_size=config.rollout.batch_size,
             seconds=clock.seconds,
         )
         failures = [failure for _, scores in pending for failure in scores.failures]
-        return self._summary(group, failures), group
+        return self._summary(group, decoded, failures), group
 
     def evaluate(self, prompt: Prompt) -> HeldoutPictures:
         """Draw a held-out prompt by ODE from fixed seeds and score it with every reward."""
@@ -167,7 +172,9 @@ class RolloutWorker:
     def _embeds(self, prompt: Prompt) -> PromptEmbeds:
         return prompt.embeds.to(self.device)
 
-    def _summary(self, group: RolloutGroup, failures: list[str]) -> RolloutSummary:
+    def _summary(
+        self, group: RolloutGroup, pictures: int, failures: list[str]
+    ) -> RolloutSummary:
         by_reward = dict(zip(group.reward_names, group.rewards, strict=True))
         spread = {name: values.std(dim=-1) for name, values in by_reward.items()}
         limit = self.config.advantage.min_spread
@@ -175,7 +182,7 @@ class RolloutWorker:
             group_id=group.key.group_id,
             weight_version=group.weight_version,
             evaluations=group.evaluations,
-            pictures=group.rewards[0].numel(),
+            pictures=pictures,
             seconds=group.seconds,
             reward_mean={name: float(values.nanmean()) for name, values in by_reward.items()},
             reward_spread={name: float(values.nanmean()) for name, values in spread.items()},

@@ -29,12 +29,13 @@ def rollout_metrics(summaries: Sequence[RolloutSummary], generate_s: float) -> d
 def update_metrics(update: LearnerUpdate) -> dict[str, float]:
     """Health of one iteration's update; means over the groups that were not dropped."""
     trained = [record for record in update.records if record.valid]
-    first = [record.max_abs_log_ratio for record in update.records if record.update == 0]
+    first = [r.health.max_abs_log_ratio for r in update.records if r.update == 0]
     values: dict[str, float] = {
         "groups/trained": len(trained),
         "groups/dropped": len(update.records) - len(trained),
+        "groups/masked_members": sum(record.masked_members for record in trained),
         "policy/first_max_abs_log_ratio": max(first),
-        "policy/max_abs_log_ratio": max(r.max_abs_log_ratio for r in update.records),
+        "policy/max_abs_log_ratio": max(r.health.max_abs_log_ratio for r in update.records),
         "policy/grad_norm": fmean(update.grad_norms),
         "policy/learning_rate": update.learning_rate,
         "policy/updates": len(update.grad_norms),
@@ -44,10 +45,11 @@ def update_metrics(update: LearnerUpdate) -> dict[str, float]:
             "advantage/abs_mean": fmean(r.advantage_abs_mean for r in trained),
             "advantage/clamped_share": fmean(r.advantage_clamped_share for r in trained),
             "policy/loss": fmean(r.loss for r in trained),
-            "policy/ratio_mean": fmean(r.ratio_mean for r in trained),
-            "policy/approx_kl": fmean(r.approx_kl for r in trained),
-            "policy/clip_fraction_low": fmean(r.clip_fraction_low for r in trained),
-            "policy/clip_fraction_high": fmean(r.clip_fraction_high for r in trained),
+            "policy/ratio_mean": fmean(r.health.ratio_mean for r in trained),
+            "policy/approx_kl": fmean(r.health.approx_kl for r in trained),
+            "policy/kl_to_reference": fmean(r.kl_to_reference for r in trained),
+            "policy/clip_fraction_low": fmean(r.health.clip_fraction_low for r in trained),
+            "policy/clip_fraction_high": fmean(r.health.clip_fraction_high for r in trained),
         }
     return values
 

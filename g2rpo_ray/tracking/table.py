@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+from g2rpo_ray.errors import InputError
 
-class TrackingError(RuntimeError):
+
+class TrackingError(InputError):
     """A record of the run cannot be kept; the message says where, what, and what is allowed."""
 
 
@@ -56,6 +58,10 @@ METRICS: dict[str, Metric] = {
     "groups/dropped": Metric(
         "groups", "(prompt, step) groups left out because a score was missing, NaN or infinite."
     ),
+    "groups/masked_members": Metric(
+        "members", "Members of trained groups that were left out because their probability ratio "
+        "was not finite.",
+    ),
     "policy/loss": Metric("1", "Clipped objective, averaged over the groups."),
     "policy/ratio_mean": Metric("1", "Mean probability ratio of new to old weights; near 1."),
     "policy/first_max_abs_log_ratio": Metric(
@@ -64,6 +70,10 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/max_abs_log_ratio": Metric("nat", "Largest |Δlog p| over all groups and updates."),
     "policy/approx_kl": Metric("nat", "Estimate of KL(old || new): mean of ratio - 1 - log ratio."),
+    "policy/kl_to_reference": Metric(
+        "nat", "KL from the reference (the model without adapters) of a stochastic step, element "
+        "mean; 0 where learner.kl_weight is 0: it is not computed then.",
+    ),
     "policy/clip_fraction_low": Metric(
         "share", "Part of the branches whose ratio is clipped at 1 - learner.clip."
     ),

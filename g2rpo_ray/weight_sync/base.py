@@ -4,12 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from g2rpo_ray.errors import RunError
 from g2rpo_ray.learner.group import LearnerGroup
 from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.pool import RolloutPool
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(RunError):
     """A rollout worker does not hold the learner's weights; the run must not go on."""
 
 
