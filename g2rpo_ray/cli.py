@@ -19,7 +19,7 @@ SIGNAL_BASE = 128
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 128 + n on signal n."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     try:
         options.run(options)
     except InputError as error:
@@ -72,6 +72,17 @@ def _evaluate(options: argparse.Namespace) -> None:
     print(json.dumps(result, indent=1))
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    # argparse takes overrides in one place only; people write them before and after options.
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [argument for argument in rest if argument.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options.overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
