@@ -65,9 +65,7 @@ class Scene:
     @property
     def caption(self) -> str:
         first, second = self.first, self.second
-        return (
-            f"a {first.colour} {first.shape} {self.relation} a {second.colour} {second.shape}"
-        )
+        return f"a {first.colour} {first.shape} {self.relation} a {second.colour} {second.shape}"
 
     @property
     def mirrored(self) -> "Scene":
@@ -284,6 +282,6 @@ def _distances(offset: Tensor, radius: Tensor) -> Tensor:
 
 
 def draw(scene: Scene, generator: torch.Generator, size: int = 64) -> npt.NDArray[np.uint8]:
-    """Draw one picture of a scene, uint8 [size, size, 3]; the same generator state, the same pixels."""
+    """Draw a scene, uint8 [size, size, 3]; an equal generator state gives equal pixels."""
     picture = render(lay_out(torch.tensor([scene.code]), generator), size)[0].numpy()
     return picture.astype(np.uint8, copy=False)

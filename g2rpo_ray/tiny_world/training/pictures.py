@@ -76,7 +76,7 @@ def _spoil(layout: Layout, generator: torch.Generator) -> Layout:
     palette = torch.tensor(list(COLOURS.values())) / 255
 
     def spoiled(values: Tensor, kind: int, new: Tensor) -> Tensor:
-        """The values with `new` put in for the chosen thing of the pictures of that kind of flaw."""
+        """The values with `new` for the chosen thing, in pictures with that kind of flaw."""
         hit = flaw == kind
         values = values.clone()
         values[rows[hit], thing[hit]] = new[hit]

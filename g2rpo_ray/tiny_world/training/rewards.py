@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from g2rpo_ray.tiny_world.scene import all_captions
 from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
@@ -78,11 +78,11 @@ def write_architecture(folder: Path) -> None:
     clip_tokenizer(OPEN_CLIP_PAD).save_pretrained(folder)
 
 
-def load_clip(folder: Path, device: torch.device) -> nn.Module:
+def load_clip(folder: Path, device: torch.device) -> open_clip.CLIP:
     return open_clip.create_model(f"local-dir:{folder.resolve()}").to(device).eval()
 
 
-def load_hps(folder: Path, device: torch.device) -> nn.Module:
+def load_hps(folder: Path, device: torch.device) -> open_clip.CLIP:
     """The architecture of the folder with the weights of its checkpoint."""
     model = open_clip.create_model(f"local-dir:{folder.resolve()}", load_weights=False)
     checkpoint = torch.load(folder / HPS_WEIGHTS, map_location="cpu", weights_only=True)
@@ -90,7 +90,7 @@ def load_hps(folder: Path, device: torch.device) -> nn.Module:
     return model.to(device).eval()
 
 
-def _half_state(model: nn.Module) -> dict[str, Tensor]:
+def _half_state(model: open_clip.CLIP) -> dict[str, Tensor]:
     return {name: value.cpu().half().contiguous() for name, value in model.state_dict().items()}
 
 
@@ -104,18 +104,18 @@ class Reader:
         self.mean = torch.tensor(open_clip.OPENAI_DATASET_MEAN, device=device)[:, None, None]
         self.std = torch.tensor(open_clip.OPENAI_DATASET_STD, device=device)[:, None, None]
 
-    def image_features(self, model: nn.Module, values: Tensor) -> Tensor:
+    def image_features(self, model: open_clip.CLIP, values: Tensor) -> Tensor:
         """Unit features [B, 64] of pictures [B, 3, 64, 64] in [-1, 1]."""
         values = ((values + 1) / 2 - self.mean) / self.std
         return F.normalize(model.encode_image(values), dim=-1)
 
-    def text_features(self, model: nn.Module, captions: Tensor) -> Tensor:
+    def text_features(self, model: open_clip.CLIP, captions: Tensor) -> Tensor:
         """Unit features [B, 64] of captions given by index."""
         return F.normalize(model.encode_text(self.tokens[captions.to(self.device)]), dim=-1)
 
 
 @torch.no_grad()
-def score(model: nn.Module, reader: Reader, pictures: Tensor, captions: Tensor) -> Tensor:
+def score(model: open_clip.CLIP, reader: Reader, pictures: Tensor, captions: Tensor) -> Tensor:
     """Cosine of picture and caption, float32 [B] on the CPU; pictures uint8 [B, 64, 64, 3]."""
     parts = []
     for rows in torch.arange(len(pictures)).split(1024):
@@ -232,7 +232,9 @@ def _same_scene(source: PictureSource, captions: Tensor, device: torch.device) -
     return same.fill_diagonal_(False).to(device)
 
 
-def _fit(model: nn.Module, effort: RewardEffort, name: str, batch_loss: Callable[[], Tensor]) -> None:
+def _fit(
+    model: open_clip.CLIP, effort: RewardEffort, name: str, batch_loss: Callable[[], Tensor]
+) -> None:
     """AdamW with a one-cycle rate over `batch_loss()`."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]

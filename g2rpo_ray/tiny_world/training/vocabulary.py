@@ -1,8 +1,8 @@
 """The tokenizers: a byte-level BPE for both CLIP models and a word-level Unigram for T5."""
 
+import itertools
 import string
 from collections import Counter
-from pathlib import Path
 
 from tokenizers import pre_tokenizers
 from transformers import CLIPTokenizer, T5Tokenizer
@@ -25,7 +25,7 @@ def learn_merges(words: list[str]) -> list[tuple[str, str]]:
     pieces = [(*word[:-1], word[-1] + _END_OF_WORD) for word in words]
     merges = []
     while any(len(word) > 1 for word in pieces):
-        pairs = Counter(pair for word in pieces for pair in zip(word, word[1:], strict=False))
+        pairs = Counter(pair for word in pieces for pair in itertools.pairwise(word))
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
         pieces = [_merge(word, best) for word in pieces]
@@ -72,7 +72,3 @@ def t5_tokenizer() -> T5Tokenizer:
     pieces += [(f"▁{word}", -3.0) for word in caption_words()]
     pieces += [(letter, -6.0) for letter in string.ascii_lowercase]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=T5_LENGTH)
-
-
-def save_clip_tokenizer(folder: Path, pad_token: str) -> None:
-    clip_tokenizer(pad_token).save_pretrained(folder)

@@ -1,0 +1,37 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_a_quick_build_writes_every_part(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    build = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "scripts" / "build_tiny_world.py",
+            *("--out", tmp_path / "assets", "--json", figures, "--quick"),
+        ],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert build.returncode == 0, build.stderr[-2000:]
+    result = json.loads(figures.read_text())
+    assert set(result["seconds"]) == {"prompts", "vae", "flux", "clip", "hps", "measure"}
+    for part in (
+        "flux/model_index.json",
+        "flux/transformer/diffusion_pytorch_model.safetensors",
+        "clip/open_clip_model.safetensors",
+        "hps/HPS_tiny.pt",
+        "prompts/heldout.txt",
+        "README.md",
+    ):
+        assert (tmp_path / "assets" / part).is_file(), part
