@@ -188,7 +188,8 @@ def _readme(options: argparse.Namespace, result: dict) -> str:
     command += ["--quick"] if options.quick else []
     rows = [f"| {name} | {value:.4g} |" for name, value in result["figures"].items()]
     sizes = ", ".join(f"{name} {size} MB" for name, size in result["sizes_mb"].items())
-    seconds = ", ".join(f"{name} {value}" for name, value in result["seconds"].items())
+    training = {name: result["seconds"].get(name) for name in ("vae", "flux", "clip", "hps")}
+    seconds = ", ".join(f"{name} {value}" for name, value in training.items())
     return f"""# The models of the tiny world
 
 Small models of the real classes in the real file layouts, trained from nothing on pictures that
@@ -217,9 +218,11 @@ Made on {datetime.date.today().isoformat()} on {result["trained_on"]}:
 | --- | --- |
 {chr(10).join(rows)}
 
-Oracle: share of pictures that show their caption, on held-out captions. AUC: how often a
-picture that shows its caption scores above one that does not. Best of n: the oracle on the picture
-that the reward likes best of n. Scores are cosines. Sizes: {sizes}.
+Oracle: share of pictures that show their caption; generated ones are of held-out captions. AUC: how
+often a picture that shows its caption scores above one that does not. Best of n: the oracle on the
+picture that the reward likes best of n. Scores are cosines.
+
+Sizes: {sizes}.
 Training seconds: {seconds}.
 
 Licence: Apache-2.0, as the rest of this repository.

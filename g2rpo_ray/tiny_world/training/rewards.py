@@ -325,9 +325,11 @@ def train_hps(
         texts = reader.text_features(model, asked)
         scores = (features * texts).sum(dim=-1)
         own, spoiled, right, generated = scores.split((count, flawed, flawed, flawed))
-        # In a family, each picture also loses under the next member's caption.
+        # In a family, each picture also loses under the next member's caption. Two members may
+        # have come to the same caption by the same change.
         by_family = texts[:count].unflatten(0, captions.shape).roll(1, dims=1).flatten(0, 1)
-        near_miss = (features[:count] * by_family).sum(dim=-1)
+        differs = (captions != captions.roll(1, dims=1)).flatten().to(device)
+        near_miss = (features[:count] * by_family).sum(dim=-1)[differs]
         winners = torch.cat((own, right))
         losers = torch.cat((near_miss, spoiled, generated))
         same_caption = F.softplus(SHARPNESS * (generated - right)).mean()
