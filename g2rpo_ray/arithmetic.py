@@ -5,10 +5,14 @@ from g2rpo_ray.rollout.strategies import make_strategy
 
 
 def describe(config: Config) -> str:
-    """What one iteration makes, in numbers."""
+    """What the first iteration makes, and the whole run, in numbers."""
     sampling, prompts = config.sampling, config.sampling.prompts_per_iteration
-    counts = make_strategy(config).counts()
-    groups = prompts * counts.groups
+    strategy = make_strategy(config)
+    counts = strategy.counts(0)
+    # Not iterations times the first one: a window that moves changes what a prompt costs.
+    run_evaluations = prompts * sum(
+        strategy.counts(iteration).evaluations for iteration in range(config.iterations)
+    )
     updates = counts.groups if config.learner.update == "per_sde_step" else 1
     rewards = ", ".join(
         f"{name} (weight {reward.weight:g})" if reward.weight else f"{name} (evaluated only)"
@@ -19,9 +23,11 @@ def describe(config: Config) -> str:
         f"eta {sampling.eta:g}, {sampling.width}x{sampling.height}",
         "rewards": rewards,
         "prompts": f"{prompts} an iteration, {prompts * config.iterations} in all",
-        "groups": f"{groups} of {sampling.members} branches",
+        "trained steps": ", ".join(map(str, strategy.trained_steps(0))),
+        "groups": f"{prompts * counts.groups} of {sampling.members} members",
         "pictures": f"{prompts * counts.pictures} decoded and scored",
-        "evaluations": f"{prompts * counts.evaluations} ({counts.evaluations} a prompt)",
+        "evaluations": f"{prompts * counts.evaluations} ({counts.evaluations} a prompt), "
+        f"{run_evaluations} in all",
         "learner passes": f"{prompts * counts.learner_passes} over {config.learner.ranks} rank(s)",
         "updates": f"{updates} ({config.learner.update})",
     }

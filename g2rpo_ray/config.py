@@ -14,10 +14,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from g2rpo_ray.algorithm.advantage import Normalisation
+from g2rpo_ray.algorithm.objective import StepWeight
 from g2rpo_ray.algorithm.sde import LogProbForm, SdeKind
+from g2rpo_ray.algorithm.step_choice import StepChoice, WindowSchedule
+from g2rpo_ray.errors import InputError
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """The configuration cannot be used; the message says where, what, and what is allowed."""
 
 
@@ -118,6 +121,73 @@ class G2rpoSection(Section):
     """Lambda: step sizes of the completions; 1 keeps every step."""
 
 
+class MixGrpoSection(Section):
+    """SDE steps inside a sliding window, ODE outside (MixGRPO, arXiv 2507.21802).
+
+    Flow-GRPO-Fast is this with ``window: 1`` or ``2`` and ``schedule: random``.
+    """
+
+    window: int = Field(4, ge=1)
+    """Stochastic steps in a row; all of them are trained."""
+    schedule: WindowSchedule = "progressive"
+    """``progressive`` moves the window every ``shift_interval`` iterations, ``decaying`` moves it
+    sooner the later its steps, ``random`` draws its place anew in every iteration."""
+    shift_interval: int = Field(25, ge=1)
+    """Iterations that the window stays at one place."""
+    stride: int = Field(1, ge=1)
+    """Steps by which the window moves."""
+    decay_after: int = Field(13, ge=0)
+    """``decaying``: first place from which on the window stays shorter than ``shift_interval``."""
+    decay_rate: float = Field(0.1, gt=0)
+    """``decaying``: exponent per step, ``shift_interval * exp(-rate * (place - decay_after))``."""
+    roll_back: bool = True
+    """Begin again at step 0 after the last place; else the window stays there."""
+    shared_initial_noise: bool = True
+    """All members of a group start from the same noise, and share the walk up to the window."""
+    flash: Literal["off", "euler", "dpm_solver"] = "off"
+    """MixGRPO-Flash: walk from the window to the picture in fewer steps, by Euler's method or by
+    the multistep DPM-Solver++ of second order, as published."""
+    flash_ratio: float = Field(0.4, gt=0, le=1)
+    """Share of the steps after the window that ``flash`` keeps."""
+
+
+class FlowGrpoSection(Section):
+    """Every step stochastic, each member its own trajectory (Flow-GRPO, arXiv 2505.05470)."""
+
+    trained_steps: StepChoice = "all"
+    """``all`` stochastic steps, the ``first`` ones, or a ``random`` share, drawn anew in every
+    iteration."""
+    first: int | None = Field(None, ge=1)
+    """Number of steps, with ``trained_steps: first``."""
+    fraction: float | None = Field(None, gt=0, le=1)
+    """Share of the stochastic steps, with ``trained_steps: random``."""
+    shared_initial_noise: bool = False
+    """All members of a group start from the same noise."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for choice, key in (("first", "first"), ("random", "fraction")):
+            given = getattr(self, key) is not None
+            if given != (self.trained_steps == choice):
+                raise ValueError(
+                    f"{key} is {getattr(self, key)} and trained_steps is {self.trained_steps}; "
+                    f"{key} belongs to trained_steps: {choice}, and to that alone"
+                )
+        return self
+
+
+class DanceGrpoSection(FlowGrpoSection):
+    """As ``flow_grpo`` with DanceGRPO's choices (arXiv 2505.07818); its stochastic step is
+    ``sampling.sde: dance``."""
+
+    trained_steps: StepChoice = "random"
+    """As in ``flow_grpo``."""
+    fraction: float | None = Field(0.6, gt=0, le=1)
+    """As in ``flow_grpo``; none with another choice than ``random``."""
+    shared_initial_noise: bool = True
+    """All members of a group start from the same noise."""
+
+
 class RolloutSection(Section):
     """Ray actors that make branches and completions."""
 
@@ -130,7 +200,8 @@ class RolloutSection(Section):
     threads: int = Field(1, ge=1)
     """Threads of a worker's process; results depend on it in the last bit, so it is fixed here."""
     batch_size: int = Field(8, ge=1)
-    """Most evaluations (of one prompt) in one pass of the network."""
+    """Most evaluations (of one prompt) in one pass of the network. Where each member has its own
+    trajectory (the baselines) the learner's passes hold as many, for equal rounding."""
     decode_batch_size: int = Field(8, ge=1)
     """Most pictures in one pass of the VAE."""
     timeout_s: float = Field(1800.0, gt=0)
@@ -185,7 +256,8 @@ class AdvantageSection(Section):
     normalisation: Normalisation = "std"
     """``std`` z-scores; ``mean_only`` subtracts the group's mean and keeps the scale."""
     on_invalid: Literal["stop", "drop_group"] = "stop"
-    """A NaN, infinite or missing reward stops the run, or drops its (prompt, step) and counts it."""
+    """A NaN, infinite or missing reward stops the run, or drops its (prompt, step) and counts it.
+    So does a ratio that is not finite, which leaves out its member alone."""
 
 
 class LearnerSection(Section):
@@ -219,6 +291,19 @@ class LearnerSection(Section):
     """Gradients are scaled down to this global norm."""
     clip: float = Field(1e-4, gt=0)
     """Half-width of the ratio's trust region; belongs to ``sampling.log_prob: gaussian``."""
+    step_weight: StepWeight = "uniform"
+    """Weight of a trained step in the loss, of mean 1 over them: ``noise`` is proportional to the
+    injected noise sigma_t * sqrt(dt) (TempFlow-GRPO, arXiv 2508.04324), ``inverse_dt`` to 1 / dt
+    (GRPO-Guard's gradient reweighting, arXiv 2510.22319)."""
+    normalise_ratio: bool = False
+    """Give the ratio the same centre and scale at every step (GRPO-Guard's RatioNorm, arXiv
+    2510.22319). Log-ratios shrink by the step's noise: the clip must be smaller, such as 2e-6."""
+    kl_weight: float = Field(0.0, ge=0)
+    """Weight of KL(policy || reference), from velocities (Flow-GRPO, arXiv 2505.05470); the
+    reference is the model without its adapters, so it needs ``model.lora``."""
+    old_log_prob: Literal["rollout", "learner"] = "rollout"
+    """Whose velocity gives the old log-probability: the rollout's, or the learner's own before its
+    first update, where the two compute in another form (merged LoRA, other precision)."""
     timeout_s: float = Field(1800.0, gt=0)
     """An update or collective that takes longer stops the run."""
 
@@ -276,12 +361,15 @@ class Config(Section):
     """Seed of everything random: prompt order, initial noise, branch noise."""
     iterations: int = Field(..., ge=1)
     """Iterations to train: generate, learn, sync."""
-    algorithm: Literal["g2rpo"] = "g2rpo"
-    """How the rollout is made."""
+    algorithm: Literal["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"] = "g2rpo"
+    """How the rollout is made; the section of the same name has its settings."""
     model: ModelSection
     prompts: PromptsSection
     sampling: SamplingSection = SamplingSection()
     g2rpo: G2rpoSection = G2rpoSection()
+    mix_grpo: MixGrpoSection = MixGrpoSection()
+    flow_grpo: FlowGrpoSection = FlowGrpoSection()
+    dance_grpo: DanceGrpoSection = DanceGrpoSection()
     rollout: RolloutSection = RolloutSection()
     rewards: dict[str, RewardSection] = Field(..., min_length=1)
     advantage: AdvantageSection = AdvantageSection()
@@ -298,23 +386,48 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        last = self.sampling.steps - 2
-        steps, granularities = self.g2rpo.sde_steps, self.g2rpo.granularities
-        _require_unique("g2rpo.sde_steps", steps)
-        _require_unique("g2rpo.granularities", granularities)
-        for k in steps:
-            if not 0 <= k <= last:
-                raise ValueError(
-                    f"g2rpo.sde_steps has {k}; with sampling.steps={self.sampling.steps} the "
-                    f"allowed ones are 0 to {last} (the last step must be deterministic)"
-                )
-        for granularity in granularities:
-            if granularity < 1:
-                raise ValueError(f"g2rpo.granularities has {granularity}; allowed: 1 or more")
+        self._check_steps()
+        if self.learner.kl_weight > 0 and self.model.lora is None:
+            raise ValueError(
+                f"learner.kl_weight is {self.learner.kl_weight} and model.lora is not set; the "
+                "reference is the model without its adapters: set model.lora, or kl_weight 0"
+            )
+        if self.learner.normalise_ratio and self.sampling.log_prob != "gaussian":
+            raise ValueError(
+                f"learner.normalise_ratio is true and sampling.log_prob is "
+                f"{self.sampling.log_prob}; it needs log_prob: gaussian"
+            )
         if not self.trained_rewards:
             raise ValueError("rewards: every weight is 0; at least one reward must be trained on")
         self._check_scorers()
         return self
+
+    def _check_steps(self) -> None:
+        # Only the section in use: the others' defaults belong to longer schedules.
+        steps = self.sampling.steps
+        allowed = (
+            f"with sampling.steps={steps} the stochastic steps are among 0 to {steps - 2} (the "
+            "last step must be deterministic)"
+        )
+        if self.algorithm == "g2rpo":
+            _require_unique("g2rpo.sde_steps", self.g2rpo.sde_steps)
+            _require_unique("g2rpo.granularities", self.g2rpo.granularities)
+            for granularity in self.g2rpo.granularities:
+                if granularity < 1:
+                    raise ValueError(f"g2rpo.granularities has {granularity}; allowed: 1 or more")
+            for k in self.g2rpo.sde_steps:
+                if not 0 <= k <= steps - 2:
+                    raise ValueError(f"g2rpo.sde_steps has {k}; {allowed}")
+        elif self.algorithm == "mix_grpo":
+            if self.mix_grpo.window > steps - 1:
+                raise ValueError(
+                    f"mix_grpo.window is {self.mix_grpo.window}, longer than the schedule; "
+                    f"{allowed}"
+                )
+        else:
+            first = getattr(self, self.algorithm).first
+            if first is not None and first > steps - 1:
+                raise ValueError(f"{self.algorithm}.first is {first}; {allowed}")
 
     def _check_scorers(self) -> None:
         # The one place where the settings look into a room: each scorer knows its own options.
@@ -329,9 +442,7 @@ class Config(Section):
             try:
                 parse_options(reward.kind, reward.options)
             except ValidationError as error:
-                raise ValueError(
-                    f"rewards.{name}.options: {_first_problem(error)}"
-                ) from error
+                raise ValueError(f"rewards.{name}.options: {_first_problem(error)}") from error
             except ValueError as error:
                 raise ValueError(f"rewards.{name}.kind: {error}") from error
 

@@ -96,6 +96,40 @@ def count_g2rpo(
     )
 
 
+def compressed_indices(steps: int, first: int, ratio: float) -> list[int]:
+    """Schedule indices from ``first`` to ``steps`` when only a share of the steps is walked.
+
+    Args:
+        steps: T, the length of the schedule.
+        first: index that the compressed walk starts at.
+        ratio: share of the steps that is kept, in (0, 1]; at least one is.
+    """
+    remaining = steps - first
+    kept = max(1, round(ratio * remaining))
+    return [first + round(remaining * number / kept) for number in range(kept + 1)]
+
+
+def count_walks(
+    indices: Sequence[int], first_sde_step: int, trained: int, members: int, shared: bool
+) -> RolloutCounts:
+    """Exact counts of a prompt whose members each walk their own trajectory.
+
+    Args:
+        indices: schedule indices that are visited; every one but the last is evaluated.
+        first_sde_step: members with a shared initial noise are alike, and walked once, up to here.
+        trained: K.
+        members: M.
+        shared: whether the members start from the same noise.
+    """
+    alike = indices.index(first_sde_step) if shared else 0
+    return RolloutCounts(
+        groups=trained,
+        evaluations=alike + members * (len(indices) - 1 - alike),
+        pictures=members,
+        learner_passes=trained * members,
+    )
+
+
 def count_published_order(
     steps: int, sde_steps: Sequence[int], granularities: Sequence[int], members: int
 ) -> int:

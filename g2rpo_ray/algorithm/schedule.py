@@ -23,7 +23,9 @@ def static_shift_schedule(steps: int, shift: float) -> Tensor:
         ValueError: ``steps`` below 1 or ``shift`` not positive.
     """
     if shift <= 0:
-        raise ValueError(f"shift is {shift}; it must be greater than 0 (1 leaves the schedule linear)")
+        raise ValueError(
+            f"shift is {shift}; it must be greater than 0 (1 leaves the schedule linear)"
+        )
     times = _linear_times(steps)
     return shift * times / (1 + (shift - 1) * times)
 

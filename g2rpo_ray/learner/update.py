@@ -1,16 +1,24 @@
 """One iteration's update: rollout groups in, optimizer steps and health metrics out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
 from g2rpo_ray.algorithm.advantage import Advantages, integrate_advantages
-from g2rpo_ray.algorithm.objective import PolicyLoss, clipped_policy_loss
+from g2rpo_ray.algorithm.objective import (
+    PolicyHealth,
+    clipped_policy_loss,
+    gaussian_kl,
+    normalise_log_prob,
+    policy_health,
+    step_weights,
+)
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.engine import LearnerEngine
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.learner.engine import LearnerEngine, LearnerError
 from g2rpo_ray.rollout.group import RolloutGroup
 
 
@@ -25,20 +33,20 @@ class Assignment:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Health of one (group, SDE step) pass."""
+    """Health of one (group, SDE step)."""
 
     group_id: int
     position: int
     update: int
-    """Optimizer steps of this iteration before the pass; 0 means that the ratio must be 1."""
+    """Optimizer steps of this iteration before it; 0 means that the ratio must be 1."""
     loss: float
-    ratio_mean: float
-    max_abs_log_ratio: float
-    approx_kl: float
-    clip_fraction_low: float
-    clip_fraction_high: float
+    health: PolicyHealth
+    kl_to_reference: float
+    """KL of the policy's step from the reference's; 0 where ``learner.kl_weight`` is 0."""
     valid: bool
     """False where the group was dropped for an invalid reward."""
+    masked_members: int
+    """Members left out because their ratio is not finite."""
     advantage_abs_mean: float
     advantage_clamped_share: float
 
@@ -69,38 +77,139 @@ def update_on_groups(
     ranks: int,
     device: torch.device,
 ) -> UpdateReport:
-    """One pass for each (prompt, SDE step); a step of the optimizer per SDE step or at the end.
+    """Passes for each (prompt, SDE step); a step of the optimizer per SDE step or at the end.
 
     The loss is the mean over ``prompts`` (and over SDE steps, with ``per_iteration``), whatever the
     number of ranks: DeepSpeed averages gradients over ranks, so each rank scales by their number.
     A dropped group counts as zero.
+
+    Raises:
+        LearnerError: a ratio is not finite, and the run is to stop then.
     """
     settings = config.learner
-    positions = range(len(assignments[0].group.sde_steps))
+    steps = assignments[0].group.sde_steps
     per_step = settings.update == "per_sde_step"
-    scale = ranks / prompts / (1 if per_step else len(positions))
-    advantages = [_advantages(a.group, config) for a in assignments]
-    embeds = [a.group.prompt.embeds.to(device) for a in assignments]
+    scale = ranks / prompts / (1 if per_step else len(steps))
+    weights = step_weights(steps, settings.step_weight)
+    trainings = [_GroupTraining(engine, a.group, config, device) for a in assignments]
+    if settings.old_log_prob == "learner":
+        for training in trainings:
+            training.recompute_old_velocities()
     records: list[StepRecord] = []
     grad_norms: list[float] = []
     learning_rate = engine.learning_rate
 
-    for position in positions:
-        for number, assignment in enumerate(assignments):
-            policy_loss = _policy_loss(
-                engine, assignment.group, position, advantages[number], embeds[number], config
+    for position, step_weight in enumerate(weights):
+        for training, assignment in zip(trainings, assignments, strict=True):
+            last_of_step = training is trainings[-1]
+            last = last_of_step and (per_step or position == len(steps) - 1)
+            record = training.backward(
+                position,
+                scale=assignment.weight * step_weight * scale,
+                update=len(grad_norms),
+                last=last,
             )
-            last_of_step = number == len(assignments) - 1
-            last = last_of_step and (per_step or position == positions[-1])
-            engine.backward(policy_loss.loss * assignment.weight * scale, last=last)
             if assignment.weight > 0:
-                records.append(
-                    _record(assignment.group, position, len(grad_norms), policy_loss,
-                            advantages[number], config.advantage.clamp)
-                )  # fmt: skip
+                records.append(record)
         if last:
             grad_norms.append(engine.step())
     return UpdateReport(records, grad_norms, learning_rate)
+
+
+class _GroupTraining:
+    """One group on one rank: its advantages, and the passes over its steps."""
+
+    def __init__(
+        self, engine: LearnerEngine, group: RolloutGroup, config: Config, device: torch.device
+    ) -> None:
+        self._engine, self._group, self._config, self._device = engine, group, config, device
+        self._embeds = group.prompt.embeds.to(device)
+        self._advantages = _advantages(group, config)
+        self._old_velocities = group.velocities
+
+    @torch.no_grad()
+    def recompute_old_velocities(self) -> None:
+        """Take this rank's own velocities for old, in the batches of the passes to come."""
+        self._old_velocities = torch.stack(
+            [
+                torch.cat([self._velocity(position, rows) for rows, _ in self._group.passes()])
+                for position in range(len(self._group.sde_steps))
+            ]
+        )
+
+    def backward(self, position: int, *, scale: float, update: int, last: bool) -> StepRecord:
+        """Add the gradient of one step; ``last`` ends the accumulation."""
+        settings, group = self._config.learner, self._group
+        step = group.sde_steps[position]
+        advantages = self._advantages.values[position].to(self._device)
+        next_latents = group.next_latents(position).to(self._device)
+        old_velocities = self._old_velocities[position].to(self._device)
+        passes = group.passes()
+        losses, log_ratios, usable, divergences = [], [], [], []
+
+        for rows, members in passes:
+            share = len(advantages[members]) / group.members
+            velocity = self._velocity(position, rows)
+            # A broken prediction is masked here and counted below: it must not reach a gradient.
+            sound = velocity.isfinite().all(dim=-1).all(dim=-1)
+            velocity = torch.where(sound[:, None, None], velocity, 0.0)
+            x, next_x = self._latents(position, rows), next_latents[members]
+            mean, old_mean = step.mean(x, velocity), step.mean(x, old_velocities[rows])
+            form = self._config.sampling.log_prob
+            log_prob = step.log_prob(next_x, mean, form)
+            old_log_prob = step.log_prob(next_x, old_mean, form)
+            if settings.normalise_ratio:
+                log_prob = normalise_log_prob(log_prob, mean, old_mean, step.std)
+                old_log_prob = normalise_log_prob(old_log_prob, old_mean, old_mean, step.std)
+            log_prob = torch.where(sound, log_prob, torch.nan)
+            policy = clipped_policy_loss(log_prob, old_log_prob, advantages[members], settings.clip)
+            loss = policy.loss
+            if settings.kl_weight > 0:
+                divergence = gaussian_kl(mean, self._reference_mean(position, rows), step.std)
+                loss = loss + settings.kl_weight * divergence
+                divergences.append(float(divergence.detach()) * share)
+            last_pass = last and rows is passes[-1][0]
+            self._engine.backward(loss * share * scale, last=last_pass)
+            losses.append(float(loss.detach()) * share)
+            log_ratios.append(policy.log_ratio)
+            usable.append(policy.usable)
+
+        masked = int((~torch.cat(usable)).sum())
+        valid = bool(self._advantages.valid[position])
+        if valid and masked and self._config.advantage.on_invalid == "stop":
+            raise LearnerError(
+                f"group {group.key.group_id}, SDE step {group.step_indices[position]}: the ratio "
+                f"of {masked} of {group.members} members is not finite (with "
+                "advantage.on_invalid: drop_group such members are left out)"
+            )
+        values = self._advantages.values[position].abs()
+        return StepRecord(
+            group_id=group.key.group_id,
+            position=position,
+            update=update,
+            loss=sum(losses),
+            health=policy_health(torch.cat(log_ratios), advantages, settings.clip),
+            kl_to_reference=sum(divergences),
+            valid=valid,
+            masked_members=masked,
+            advantage_abs_mean=float(values.mean()),
+            advantage_clamped_share=float((values >= self._config.advantage.clamp).float().mean()),
+        )
+
+    def _latents(self, position: int, rows: slice) -> Tensor:
+        # A dropped group may hold infinite latents; as zeros its pass cannot spoil the gradient.
+        return self._group.latents[position, rows].nan_to_num(0.0, 0.0, 0.0).to(self._device)
+
+    def _velocity(self, position: int, rows: slice) -> Tensor:
+        x = self._latents(position, rows)
+        sigma = torch.full((len(x),), self._group.sde_steps[position].sigma, device=x.device)
+        return self._engine(x, sigma, self._embeds)
+
+    @torch.no_grad()
+    def _reference_mean(self, position: int, rows: slice) -> Tensor:
+        with _adapters_off(self._engine.policy.transformer):
+            velocity = self._velocity(position, rows)
+        return self._group.sde_steps[position].mean(self._latents(position, rows), velocity)
 
 
 def _advantages(group: RolloutGroup, config: Config) -> Advantages:
@@ -115,49 +224,11 @@ def _advantages(group: RolloutGroup, config: Config) -> Advantages:
     )
 
 
-def _policy_loss(
-    engine: LearnerEngine,
-    group: RolloutGroup,
-    position: int,
-    advantages: Advantages,
-    embeds: PromptEmbeds,
-    config: Config,
-) -> PolicyLoss:
-    step, form = group.sde_steps[position], config.sampling.log_prob
-    device = embeds.t5.device
-    x = group.latents[position].to(device)
-    next_x = group.next_latents(position).to(device)
-    old_mean = step.mean(x, group.velocities[position].to(device))
-    sigma = torch.full((len(x),), step.sigma, device=device)
-
-    velocity: Tensor = engine(x, sigma, embeds)
-    log_prob = step.log_prob(next_x, step.mean(x, velocity), form)
-    old_log_prob = step.log_prob(next_x, old_mean, form)
-    return clipped_policy_loss(
-        log_prob, old_log_prob, advantages.values[position].to(device), config.learner.clip
-    )
-
-
-def _record(
-    group: RolloutGroup,
-    position: int,
-    update: int,
-    policy_loss: PolicyLoss,
-    advantages: Advantages,
-    clamp: float,
-) -> StepRecord:
-    values = advantages.values[position].abs()
-    return StepRecord(
-        group_id=group.key.group_id,
-        position=position,
-        update=update,
-        loss=float(policy_loss.loss.detach()),
-        ratio_mean=policy_loss.ratio_mean,
-        max_abs_log_ratio=policy_loss.max_abs_log_ratio,
-        approx_kl=policy_loss.approx_kl,
-        clip_fraction_low=policy_loss.clip_fraction_low,
-        clip_fraction_high=policy_loss.clip_fraction_high,
-        valid=bool(advantages.valid[position]),
-        advantage_abs_mean=float(values.mean()),
-        advantage_clamped_share=float((values >= clamp).float().mean()),
-    )
+@contextmanager
+def _adapters_off(transformer: FluxTransformer2DModel) -> Iterator[None]:
+    """The model as it was before training: its weights without the adapters."""
+    transformer.disable_adapters()
+    try:
+        yield
+    finally:
+        transformer.enable_adapters()

@@ -22,6 +22,11 @@ class GroupKey:
         """float32 ``[tokens, channels]``: where a trajectory starts."""
         return noise.normal(shape, self.run_seed, self.group_id, "initial", member)
 
+    def member_noise(self, shape: tuple[int, int], members: int, shared: bool) -> Tensor:
+        """float32 ``[1 or members, tokens, channels]``: where the members' trajectories start."""
+        starts = range(1 if shared else members)
+        return torch.stack([self.initial_noise(shape, member) for member in starts])
+
     def branch_noise(self, shape: tuple[int, int], sde_step: int, members: int) -> Tensor:
         """float32 ``[members, tokens, channels]``: what the stochastic step injects."""
         draws = (
@@ -58,12 +63,26 @@ class RolloutGroup:
     """R names, sorted."""
     evaluations: int
     """Velocity predictions that were made, counted at the network."""
+    batch_size: int
+    """Most latents in one pass of the network; the learner's passes are the same."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by phase: ``denoise_s``, ``decode_s``, ``score_s``."""
 
     @property
     def members(self) -> int:
         return self.rewards.shape[-1]
+
+    def passes(self) -> list[tuple[slice, slice]]:
+        """Passes of the network over the latents of a step, and the members that each one moves.
+
+        The same batches as in the rollout, so that both sides round alike. Where the members share
+        x_k, a single evaluation moves them all.
+        """
+        rows = self.latents.shape[1]
+        if rows == 1:
+            return [(slice(0, 1), slice(0, self.members))]
+        starts = range(0, rows, self.batch_size)
+        return [(part, part) for part in (slice(s, min(s + self.batch_size, rows)) for s in starts)]
 
     def next_latents(self, position: int) -> Tensor:
         """float32 ``[M, tokens, channels]``: x_{k+1} of every member, re-made from the seeds.

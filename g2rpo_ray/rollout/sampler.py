@@ -6,14 +6,16 @@ of the prompt alone.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from g2rpo_ray.algorithm.dpm_solver import dpm_solver_step
 from g2rpo_ray.algorithm.granularity import PlanNode, branch_plan
-from g2rpo_ray.algorithm.sde import euler_step, predict_x0
+from g2rpo_ray.algorithm.sde import SdeStep, euler_step, predict_x0
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy
 
@@ -31,6 +33,27 @@ class Trajectory:
     def x0(self) -> Tensor:
         """float32 ``[B, tokens, channels]``: the clean latents at the end."""
         return self.latents[-1]
+
+
+@dataclass(frozen=True)
+class InjectedStep:
+    """A stochastic step of a walk, with its noise."""
+
+    step: SdeStep
+    noise: Tensor
+    """float32 ``[M, tokens, channels]``."""
+
+
+@dataclass(frozen=True)
+class MemberWalks:
+    """Walks of all members from noise to pictures, each on its own trajectory."""
+
+    latents: Tensor
+    """float32 ``[K, M, tokens, channels]``: x_k at the steps that were asked for, ascending."""
+    velocities: Tensor
+    """float32 ``[K, M, tokens, channels]``."""
+    x0: Tensor
+    """float32 ``[M, tokens, channels]``: the clean latents at the end."""
 
 
 @dataclass(order=True)
@@ -74,6 +97,48 @@ class Sampler:
             velocities.append(v)
             latents.append(x)
         return Trajectory(torch.stack(latents), torch.stack(velocities))
+
+    @torch.no_grad()
+    def member_walks(
+        self,
+        noise: Tensor,
+        indices: Sequence[int],
+        injected: Mapping[int, InjectedStep],
+        kept: Collection[int],
+        embeds: PromptEmbeds,
+        second_order_from: int | None = None,
+    ) -> MemberWalks:
+        """Walk every member along the schedule, stochastic where noise is injected, else by ODE.
+
+        Members that start from one noise are one latent up to the first stochastic step.
+
+        Args:
+            noise: float32 ``[1 or M, tokens, channels]``, at sigma 1.
+            indices: schedule indices to visit, ascending, the last one T.
+            injected: stochastic steps by schedule index, at least one.
+            kept: those of them whose latents and velocities are returned.
+            second_order_from: schedule index from which on the ODE is solved by DPM-Solver++.
+        """
+        x, latents, velocities = noise, [], []
+        previous: tuple[Tensor, float] | None = None
+        for index, next_index in pairwise(indices):
+            if index in injected:
+                x = x.expand_as(injected[index].noise)
+            v = self._velocity(x, [index] * len(x), embeds)
+            if index in kept:
+                latents.append(x)
+                velocities.append(v)
+            sigma, sigma_next = float(self.sigmas[index]), float(self.sigmas[next_index])
+            if index in injected:
+                step = injected[index].step
+                x = step.sample(step.mean(x, v), injected[index].noise)
+            elif second_order_from is not None and index >= second_order_from:
+                x0 = predict_x0(x, v, sigma)
+                x = dpm_solver_step(x, x0, sigma, sigma_next, previous)
+                previous = (x0, sigma)
+            else:
+                x = euler_step(x, v, sigma, sigma_next)
+        return MemberWalks(torch.stack(latents), torch.stack(velocities), x)
 
     @torch.no_grad()
     def completions(

@@ -40,9 +40,16 @@ class Strategy(ABC):
         self.config = config
 
     @abstractmethod
-    def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey) -> Draw:
+    def trained_steps(self, iteration: int) -> list[int]:
+        """Schedule indices of the trained stochastic steps, in the order of their updates.
+
+        A function of configuration, seed and iteration alone, so that a resumed run is exact.
+        """
+
+    @abstractmethod
+    def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey, iteration: int) -> Draw:
         """Draw one prompt."""
 
     @abstractmethod
-    def counts(self) -> RolloutCounts:
+    def counts(self, iteration: int) -> RolloutCounts:
         """What one prompt costs."""

@@ -13,14 +13,18 @@ from g2rpo_ray.rollout.strategies.base import Draw, Strategy
 class G2rpoStrategy(Strategy):
     """One anchor for the prompt; M branches from each SDE step, which share its latents."""
 
-    def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey) -> Draw:
+    def trained_steps(self, iteration: int) -> list[int]:  # noqa: ARG002
+        return list(self.config.g2rpo.sde_steps)
+
+    def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey, iteration: int) -> Draw:
         sampling, recipe = self.config.sampling, self.config.g2rpo
         device = embeds.t5.device
         shape = sampler.policy.shape.packed
 
         anchor = sampler.trajectory(key.initial_noise(shape)[None].to(device), embeds)
         latents, velocities, steps, branches = [], [], [], []
-        for k in recipe.sde_steps:
+        trained = self.trained_steps(iteration)
+        for k in trained:
             step = SdeStep.at(sampler.sigmas, k, sampling.sde, sampling.eta)
             x, v = anchor.latents[k], anchor.velocities[k]
             noise = key.branch_noise(shape, k, sampling.members).to(device)
@@ -30,18 +34,18 @@ class G2rpoStrategy(Strategy):
             steps.append(step)
 
         completions = sampler.completions(
-            torch.stack(branches), recipe.sde_steps, recipe.granularities, embeds
+            torch.stack(branches), trained, recipe.granularities, embeds
         )
         return Draw(
             sde_steps=steps,
-            step_indices=list(recipe.sde_steps),
+            step_indices=trained,
             latents=torch.stack(latents),
             velocities=torch.stack(velocities),
             granularities=len(recipe.granularities),
             finished=(([position], x0) for position, x0 in completions),
         )
 
-    def counts(self) -> RolloutCounts:
+    def counts(self, iteration: int) -> RolloutCounts:  # noqa: ARG002
         recipe = self.config.g2rpo
         return count_g2rpo(
             self.config.sampling.steps,

@@ -1,0 +1,135 @@
+"""A random-weight FLUX of real class, configurations for it, and a learner without DeepSpeed."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers import FluxTransformer2DModel
+from torch import Tensor
+
+from g2rpo_ray.algorithm.schedule import static_shift_schedule
+from g2rpo_ray.config import Config, LoraSection, config_from_dict
+from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.flux import FluxPolicy, LatentShape
+from g2rpo_ray.models.lora import add_lora
+from g2rpo_ray.prompts.dataset import Prompt
+from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
+from g2rpo_ray.rollout.sampler import Sampler
+from g2rpo_ray.rollout.strategies import make_strategy
+
+ALGORITHMS = ["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"]
+LATENT_SIZE = 2
+"""Rows and columns of tokens."""
+
+
+def tiny_config(algorithm: str, **sections: dict[str, Any]) -> Config:
+    """Six steps, four members; ``sections`` are merged into the configuration."""
+    tree: dict[str, Any] = {
+        "run_dir": "unused",
+        "iterations": 3,
+        "algorithm": algorithm,
+        "model": {"path": "unused", "dtype": "float32"},
+        "prompts": {"train": "unused", "heldout": "unused"},
+        "sampling": {"steps": 6, "members": 4, "prompts_per_iteration": 2},
+        "g2rpo": {"sde_steps": [0, 1, 2]},
+        "mix_grpo": {"window": 2, "shift_interval": 1},
+        "rollout": {"batch_size": 3},
+        "rewards": {"oracle": {"kind": "oracle"}},
+        "learner": {"update": "per_iteration"},
+    }
+    for name, section in sections.items():
+        tree[name] = tree.get(name, {}) | section
+    return config_from_dict(tree, source="test")
+
+
+def tiny_policy(*, lora: bool = False) -> FluxPolicy:
+    """One double and one single block of width 32, float32, the same weights every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformer = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=24,
+            pooled_projection_dim=20,
+            guidance_embeds=True,
+            axes_dims_rope=(4, 6, 6),
+        ).eval()
+    if lora:
+        add_lora(transformer, LoraSection(rank=2, alpha=4.0), seed=0)
+    return FluxPolicy(transformer, LatentShape(LATENT_SIZE, LATENT_SIZE, 16), guidance=3.5)
+
+
+def tiny_prompt(prompt_id: int = 0) -> Prompt:
+    generator = torch.Generator().manual_seed(prompt_id)
+    embeds = PromptEmbeds(
+        torch.randn(5, 24, generator=generator), torch.randn(20, generator=generator)
+    )
+    return Prompt(prompt_id, f"prompt {prompt_id}", embeds)
+
+
+def tiny_sampler(policy: FluxPolicy, config: Config) -> Sampler:
+    sigmas = static_shift_schedule(config.sampling.steps, config.sampling.shift)
+    return Sampler(policy, sigmas, config.rollout.batch_size)
+
+
+def draw_group(
+    policy: FluxPolicy, config: Config, group_id: int = 0, iteration: int = 0
+) -> RolloutGroup:
+    """One prompt drawn and rewarded by the sum of a picture's latents, as the worker does it."""
+    key, prompt = GroupKey(config.seed, group_id), tiny_prompt(group_id)
+    before = policy.evaluations
+    draw = make_strategy(config).draw(tiny_sampler(policy, config), prompt.embeds, key, iteration)
+    rewards = torch.full(
+        (1, draw.granularities, len(draw.sde_steps), config.sampling.members), torch.nan
+    )
+    for positions, x0 in draw.finished:
+        rewards[0][:, positions] = x0.sum(dim=(-2, -1))[:, None]
+    return RolloutGroup(
+        key=key,
+        iteration=iteration,
+        weight_version=0,
+        prompt=prompt,
+        sde_steps=draw.sde_steps,
+        step_indices=draw.step_indices,
+        latents=draw.latents,
+        velocities=draw.velocities,
+        rewards=rewards,
+        reward_names=["oracle"],
+        evaluations=policy.evaluations - before,
+        batch_size=config.rollout.batch_size,
+    )
+
+
+@dataclass
+class PlainEngine:
+    """What the update needs of a learner's engine, with plain gradient descent."""
+
+    policy: FluxPolicy
+    learning_rate: float = 1e-3
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    """Of every step, by the parameter's name."""
+    ended: list[bool] = field(default_factory=list)
+    """``last`` of every backward pass."""
+
+    def __call__(self, *args: Any) -> Tensor:
+        velocity: Tensor = self.policy(*args)
+        return velocity
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+        self.ended.append(last)
+
+    @torch.no_grad()
+    def step(self) -> float:
+        gradient = {}
+        for name, parameter in self.policy.transformer.named_parameters():
+            if parameter.grad is not None:
+                gradient[name] = parameter.grad.clone()
+                parameter -= self.learning_rate * parameter.grad
+                parameter.grad = None
+        self.gradients.append(gradient)
+        return float(torch.stack([g.norm() for g in gradient.values()]).norm())
