@@ -45,7 +45,8 @@ def train(config: Config, resume: str = "none") -> None:
     check_model_folder(config.model)
     train_prompts = read_config_prompts(config.prompts, config.prompts.train)
     heldout_prompts = evenly(
-        read_config_prompts(config.prompts, config.prompts.heldout), config.evaluation.prompts
+        list(enumerate(read_config_prompts(config.prompts, config.prompts.heldout))),
+        config.evaluation.prompts,
     )
     changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []
     run = open_run(config, resume)
@@ -152,7 +153,7 @@ class TrainingLoop:
             prompts = self.encode(heldout_prompts)
             results = self.roles.pool.evaluate(prompts, self.on_wait)
         self.log.record(self.state.iteration, heldout_metrics(results))
-        shown = results[: self.config.evaluation.pictures_shown]
+        shown = evenly(results, self.config.evaluation.pictures_shown)
         save_heldout(self.run_folder, self.state.iteration, shown)
         self.log.pictures(
             self.state.iteration, {result.prompt: result.pictures[0].numpy() for result in shown}

@@ -23,7 +23,8 @@ def evaluate(config: Config, *, checkpoint: str) -> dict[str, Any]:
     """
     check_model_folder(config.model)
     prompts = evenly(
-        read_config_prompts(config.prompts, config.prompts.heldout), config.evaluation.prompts
+        list(enumerate(read_config_prompts(config.prompts, config.prompts.heldout))),
+        config.evaluation.prompts,
     )
     weights = weights_of(config, checkpoint)
     with StopSignal() as stop, launch_rollout(config, print) as (encoder, pool):

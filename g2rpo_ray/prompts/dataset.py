@@ -1,7 +1,9 @@
 """Prompt files, and which prompts an iteration trains on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -9,6 +11,9 @@ from g2rpo_ray.algorithm.noise import seed_of
 from g2rpo_ray.config import PromptsSection, resolve_path
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.models.embeds import PromptEmbeds
+
+
+T = TypeVar("T")
 
 
 class PromptFileError(InputError):
@@ -70,11 +75,10 @@ def read_config_prompts(settings: PromptsSection, path: str) -> list[str]:
     return read_prompts(resolve_path(path), settings.max_characters)
 
 
-def evenly(prompts: list[str], count: int) -> list[tuple[int, str]]:
-    """(id, text) of up to ``count`` prompts, evenly spaced: files are often sorted by subject."""
-    count = min(count, len(prompts))
-    ids = [place * len(prompts) // count for place in range(count)]
-    return [(number, prompts[number]) for number in ids]
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """Up to ``count`` items, evenly spaced: prompt files are often sorted by subject."""
+    count = min(count, len(items))
+    return [items[place * len(items) // count] for place in range(count)]
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def _pictures(run: RunFolder) -> str:
     cards = "".join(_prompt_card(run, shown, place) for place in places)
     return _section(
         "Pictures of held-out prompts",
-        "The first held-out prompts of the file, not a selection. Both pictures of a prompt start "
+        "Evenly spaced over the held-out prompts, not a selection. Both pictures of a prompt start "
         "from the same noise.",
         f'<div class="prompts">{cards}</div>',
     )

@@ -1,0 +1,416 @@
+"""Train the tiny model with each algorithm and compare at equal iterations, evaluations and time.
+
+    python scripts/compare_algorithms.py --processes 2 --json runs/comparison.json \
+        --markdown docs/comparison.md
+
+Every run is one process with one thread and no Ray: rollout, scorers and learner are the same
+classes that the cluster runs. A run's held-out rewards are measured every few iterations, so that
+one run answers for all three budgets. With ``--tune``, each row's learning rate is first chosen
+from ``--learning-rates`` by the trained rewards of a seed that is not used again.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from g2rpo_ray.config import Config
+    from g2rpo_ray.rewards.scorer import RewardScorer
+
+ROOT = Path(__file__).parents[1]
+TUNING_SEED = 1000
+
+ROWS: dict[str, list[str]] = {
+    "G2RPO Λ={1}": ["algorithm=g2rpo", "g2rpo.granularities=[1]"],
+    "G2RPO Λ={1,2}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2]"],
+    "G2RPO Λ={1,2,3}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2,3]"],
+    "MixGRPO": ["algorithm=mix_grpo", "mix_grpo.window=2", "mix_grpo.shift_interval=10"],
+    "Flow-GRPO": ["algorithm=flow_grpo"],
+    "DanceGRPO": ["algorithm=dance_grpo", "sampling.sde=dance", "sampling.eta=0.3"],
+}
+"""Table row -> settings on top of the quickstart's."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Held-out rewards after so much training."""
+
+    iteration: int
+    evaluations: int
+    train_s: float
+    """Wall time of training, evaluations on held-out prompts left out."""
+    rewards: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run."""
+
+    row: str
+    seed: int
+    learning_rate: float
+    max_iterations: int
+    max_evaluations: int
+    max_s: float
+    every: int
+    """Iterations between held-out evaluations."""
+    overrides: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave."""
+
+    job: Job
+    points: list[Point]
+    first_max_abs_log_ratio: float
+    """Largest |Δlog p| before an iteration's first update, over the whole run."""
+
+
+def train(job: Job) -> Result:
+    """Run one job in this process, until all of its budgets are spent."""
+    import torch
+
+    from g2rpo_ray.config import load_config
+    from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
+    from g2rpo_ray.learner.update import Assignment, update_on_groups
+    from g2rpo_ray.models.flux import load_policy
+    from g2rpo_ray.models.text import TextEncoder
+    from g2rpo_ray.models.weights import load_weights
+    from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
+    from g2rpo_ray.rewards.registry import make_scorer
+    from g2rpo_ray.rollout.worker import RolloutWorker
+
+    config = load_config(ROOT / "configs" / "quickstart.yaml", _settings(job))
+    scorers = {n: make_scorer(r.kind, r.options, "cpu") for n, r in config.rewards.items()}
+    worker = RolloutWorker(config, LocalScoring(scorers))
+    join_process_group(0, 1, "127.0.0.1", _free_port(), timeout_s=600)
+    engine = LearnerEngine(load_policy(config), config.learner)
+    encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
+
+    def prompt(number: int, text: str) -> Prompt:
+        return Prompt(number, text, encoder.encode(text))
+
+    texts = read_config_prompts(config.prompts, config.prompts.train)
+    heldout = [
+        prompt(number, text)
+        for number, text in evenly(
+            list(enumerate(read_config_prompts(config.prompts, config.prompts.heldout))),
+            config.evaluation.prompts,
+        )
+    ]
+    per_iteration = config.sampling.prompts_per_iteration
+    order = PromptOrder(len(texts), config.seed, per_iteration)
+    points = [Point(0, 0, 0.0, _heldout_means(worker, heldout))]
+    iteration = evaluations = 0
+    train_s = first_ratio = 0.0
+    while (
+        iteration < job.max_iterations or evaluations < job.max_evaluations or train_s < job.max_s
+    ):
+        started_s = time.perf_counter()
+        rollouts = [
+            worker.rollout(
+                prompt(number, texts[number]), iteration * per_iteration + slot, iteration
+            )
+            for slot, number in enumerate(order.batch(iteration))
+        ]
+        report = update_on_groups(
+            engine,
+            [Assignment(group, 1.0) for _, group in rollouts],
+            config=config,
+            prompts=per_iteration,
+            ranks=1,
+            device=torch.device("cpu"),
+        )
+        load_weights(worker.policy, engine.weights())
+        iteration += 1
+        evaluations += sum(group.evaluations for _, group in rollouts)
+        train_s += time.perf_counter() - started_s
+        first = [r.max_abs_log_ratio for r in report.records if r.update == 0]
+        first_ratio = max(first_ratio, *first)
+        if iteration % job.every == 0:
+            means = _heldout_means(worker, heldout)
+            points.append(Point(iteration, evaluations, train_s, means))
+            print(_line(job, points[-1]), flush=True)
+    return Result(job, points, first_ratio)
+
+
+class LocalScoring:
+    """The reward servers' place in one process."""
+
+    def __init__(self, scorers: "dict[str, RewardScorer]") -> None:
+        self._scorers = scorers
+        self.names = sorted(scorers)
+
+    def submit(self, prompt: str, pictures: Any, names: list[str]) -> "LocalScores":
+        count = [prompt] * len(pictures)
+        return LocalScores({name: self._scorers[name].score(pictures, count) for name in names})
+
+
+@dataclass(frozen=True)
+class LocalScores:
+    """Scores that are there already."""
+
+    scores: dict[str, Any]
+    failures: list[str] = field(default_factory=list)
+
+    def result(self) -> dict[str, Any]:
+        return self.scores
+
+
+def _heldout_means(worker: Any, heldout: Sequence[Any]) -> dict[str, float]:
+    results = [worker.evaluate(prompt) for prompt in heldout]
+    return {
+        name: fmean(float(score) for result in results for score in result.scores[name])
+        for name in results[0].scores
+    }
+
+
+def _settings(job: Job) -> list[str]:
+    return [
+        f"seed={job.seed}",
+        f"iterations={job.max_iterations}",
+        f"learner.learning_rate={job.learning_rate}",
+        "learner.ranks=1",
+        *ROWS[job.row],
+        *job.overrides,
+    ]
+
+
+def trained_names() -> list[str]:
+    """Rewards that the quickstart trains on."""
+    from g2rpo_ray.config import load_config
+
+    return list(load_config(ROOT / "configs" / "quickstart.yaml").trained_rewards)
+
+
+def run_all(jobs: Sequence[Job], processes: int) -> list[Result]:
+    """Run jobs side by side, each in a fresh process: DeepSpeed knows one group a process."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, maxtasksperchild=1) as pool:
+        return list(pool.imap(train, jobs, chunksize=1))
+
+
+def tune(rows: Sequence[str], rates: Sequence[float], template: Job, processes: int) -> list[Job]:
+    """The best learning rate of each row: highest mean gain of the trained rewards."""
+    jobs = [
+        Job(**(asdict(template) | {"row": row, "learning_rate": rate, "seed": TUNING_SEED}))
+        for row in rows
+        for rate in rates
+    ]
+    results = run_all(jobs, processes)
+    best = []
+    for row in rows:
+        candidates = [result for result in results if result.job.row == row]
+        best.append(max(candidates, key=_trained_gain).job)
+        for result in candidates:
+            print(f"tuning {row:<16} lr {result.job.learning_rate:g}: {_trained_gain(result):+.4f}")
+    return best
+
+
+def _trained_gain(result: Result) -> float:
+    # The mean of the last half of a run: single measurements are noisy.
+    names = trained_names()
+    late = result.points[-(len(result.points) // 2) :]
+    start = result.points[0].rewards
+    return fmean(point.rewards[n] - start[n] for point in late for n in names)
+
+
+def at_budget(result: Result, budget: str, limit: float) -> Point:
+    """The last measurement within a budget."""
+    return [point for point in result.points if getattr(point, budget) <= limit][-1]
+
+
+def table(results: Sequence[Result], budget: str, limit: float) -> list[dict[str, Any]]:
+    """Mean and spread over seeds of every row at a budget."""
+    rows = []
+    for name in dict.fromkeys(result.job.row for result in results):
+        points = [at_budget(r, budget, limit) for r in results if r.job.row == name]
+        rates = {r.job.learning_rate for r in results if r.job.row == name}
+        rows.append(
+            {
+                "row": name,
+                "learning_rate": rates.pop(),
+                "iterations": fmean(p.iteration for p in points),
+                "evaluations": fmean(p.evaluations for p in points),
+                "train_s": fmean(p.train_s for p in points),
+                "rewards": {
+                    reward: {
+                        "mean": fmean(p.rewards[reward] for p in points),
+                        "spread": stdev(p.rewards[reward] for p in points)
+                        if len(points) > 1
+                        else 0.0,
+                    }
+                    for reward in points[0].rewards
+                },
+            }
+        )
+    return rows
+
+
+def markdown_tables(report: dict[str, Any]) -> Iterator[str]:
+    """The three tables, one for each budget."""
+    titles = {
+        "iteration": "At equal iterations ({:,.0f})",
+        "evaluations": "At equal evaluations ({:,.0f})",
+        "train_s": "At equal wall time ({:,.0f} s of one core)",
+    }
+    rewards = list(report["before"])
+    for budget, title in titles.items():
+        yield f"### {title.format(report['budgets'][budget])}\n"
+        heads = ["algorithm", "lr", "iterations", "evaluations", "s", *rewards]
+        yield "| " + " | ".join(heads) + " |"
+        yield "| --- |" + " ---: |" * (len(heads) - 1)
+        before = " | ".join(f"{report['before'][reward]:.3f}" for reward in rewards)
+        yield f"| base model | | | | | {before} |"
+        for row in report["tables"][budget]:
+            scores = " | ".join(
+                f"{row['rewards'][reward]['mean']:.3f} ± {row['rewards'][reward]['spread']:.3f}"
+                for reward in rewards
+            )
+            yield (
+                f"| {row['row']} | {row['learning_rate']:g} | {row['iterations']:.0f} | "
+                f"{row['evaluations']:,.0f} | {row['train_s']:.0f} | {scores} |"
+            )
+        yield ""
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Held-out rewards over evaluations: mean over seeds, with their range."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    rewards = list(results[0].points[0].rewards)
+    figure, axes = pyplot.subplots(1, len(rewards), figsize=(5 * len(rewards), 3.6))
+    for axis, reward in zip(axes, rewards, strict=True):
+        for name in dict.fromkeys(result.job.row for result in results):
+            curves = [r.points for r in results if r.job.row == name]
+            points = list(zip(*curves, strict=False))
+            x = [fmean(p.evaluations for p in place) / 1000 for place in points]
+            values = [[p.rewards[reward] for p in place] for place in points]
+            (line,) = axis.plot(x, [fmean(v) for v in values], label=name)
+            low, high = [min(v) for v in values], [max(v) for v in values]
+            axis.fill_between(x, low, high, alpha=0.12, color=line.get_color())
+        axis.set(title=reward, xlabel="evaluations (thousands)")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _line(job: Job, point: Point) -> str:
+    rewards = "  ".join(f"{name} {value:.3f}" for name, value in point.rewards.items())
+    return (
+        f"{job.row:<16} seed {job.seed} lr {job.learning_rate:g}  iteration {point.iteration:>4}  "
+        f"{point.evaluations:>7,} evaluations  {point.train_s:5.0f} s  {rewards}"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=100, help="budget (a)")
+    parser.add_argument("--evaluations", type=int, default=44_000, help="budget (b)")
+    parser.add_argument("--seconds", type=float, default=0.0, help="budget (c); 0: the fastest row")
+    parser.add_argument("--every", type=int, default=20, help="iterations between evaluations")
+    parser.add_argument("--heldout", type=int, default=96, help="held-out prompts")
+    parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-4])
+    parser.add_argument("--tune", action="store_true", help="choose each row's learning rate")
+    parser.add_argument("--tune-evaluations", type=int, default=22_000)
+    parser.add_argument("--processes", type=int, default=1, help="runs side by side")
+    parser.add_argument("--json", type=Path, help="write everything that was measured")
+    parser.add_argument("--plot", type=Path, help="write the curves as SVG")
+    parser.add_argument("--markdown", type=Path, help="write the tables")
+    return parser
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    # One thread and no card in every run: the rows share a machine.
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if len(options.learning_rates) > 1 and not options.tune:
+        print("several --learning-rates need --tune", file=sys.stderr)
+        return 2
+    template = Job(
+        row=options.rows[0],
+        seed=0,
+        learning_rate=options.learning_rates[0],
+        max_iterations=1,
+        max_evaluations=options.tune_evaluations,
+        max_s=0.0,
+        every=options.every,
+        overrides=[f"evaluation.prompts={options.heldout}"],
+    )
+    if options.tune:
+        best = tune(options.rows, options.learning_rates, template, options.processes)
+    else:
+        best = [Job(**(asdict(template) | {"row": row})) for row in options.rows]
+    jobs = [
+        Job(
+            **(
+                asdict(job)
+                | {
+                    "seed": seed,
+                    "max_iterations": options.iterations,
+                    "max_evaluations": options.evaluations,
+                    "max_s": options.seconds,
+                }
+            )
+        )
+        for job in best
+        for seed in options.seeds
+    ]
+    results = run_all(jobs, options.processes)
+    budgets = {
+        "iteration": options.iterations,
+        "evaluations": options.evaluations,
+        "train_s": options.seconds or min(result.points[-1].train_s for result in results),
+    }
+    report = {
+        "machine": {"cpu_count": os.cpu_count(), "python": platform.python_version()},
+        "command": " ".join(sys.argv),
+        "budgets": budgets,
+        "before": {
+            name: fmean(result.points[0].rewards[name] for result in results)
+            for name in results[0].points[0].rewards
+        },
+        "first_max_abs_log_ratio": {
+            row: max(r.first_max_abs_log_ratio for r in results if r.job.row == row)
+            for row in options.rows
+        },
+        "tables": {budget: table(results, budget, limit) for budget, limit in budgets.items()},
+        "runs": [asdict(result) for result in results],
+    }
+    text = "\n".join(markdown_tables(report))
+    print(text)
+    print(f"max |Δlog p| before the first update: {report['first_max_abs_log_ratio']}")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    if options.plot:
+        plot(results, options.plot)
+    if options.markdown:
+        options.markdown.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
