@@ -136,7 +136,7 @@ def train(job: Job) -> Result:
         iteration += 1
         evaluations += sum(group.evaluations for _, group in rollouts)
         train_s += time.perf_counter() - started_s
-        first = [r.max_abs_log_ratio for r in report.records if r.update == 0]
+        first = [r.health.max_abs_log_ratio for r in report.records if r.update == 0]
         first_ratio = max(first_ratio, *first)
         if iteration % job.every == 0:
             means = _heldout_means(worker, heldout)

@@ -22,13 +22,12 @@ class TextEncoder:
         self.clip_tokenizer = load_part(model, "tokenizer", dtype)
         self.t5_tokenizer = load_part(model, "tokenizer_2", dtype)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: the learner's graph takes embeddings in
     def encode(self, text: str) -> PromptEmbeds:
         """Embeddings of one prompt, on the CPU; longer texts are cut to the encoders' lengths."""
         pooled = self.clip(self._tokens(self.clip_tokenizer, text, 0)).pooler_output
         t5 = self.t5(self._tokens(self.t5_tokenizer, text, self.max_sequence_length))[0]
-        # Clones: an inference tensor could not enter the learner's graph.
-        return PromptEmbeds(t5=t5[0].cpu().clone(), pooled=pooled[0].cpu().clone())
+        return PromptEmbeds(t5=t5[0].cpu(), pooled=pooled[0].cpu())
 
     def _tokens(self, tokenizer: object, text: str, length: int) -> torch.Tensor:
         tokens: torch.Tensor = tokenizer(  # type: ignore[operator]
