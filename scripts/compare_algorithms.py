@@ -5,8 +5,9 @@
 
 Every run is one process with one thread and no Ray: rollout, scorers and learner are the same
 classes that the cluster runs. A run's held-out rewards are measured every few iterations, so that
-one run answers for all three budgets. With ``--tune``, each row's learning rate is first chosen
-from ``--learning-rates`` by the trained rewards of a seed that is not used again.
+one run answers for all three budgets. With ``--tuning FILE``, each row's learning rate is chosen
+from ``--learning-rates`` by the trained rewards of a seed that is not used again; the choice is
+kept in the file and taken from it where it exists.
 """
 
 import argparse
@@ -18,13 +19,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from g2rpo_ray.config import Config
     from g2rpo_ray.rewards.scorer import RewardScorer
 
 ROOT = Path(__file__).parents[1]
@@ -201,18 +201,20 @@ def run_all(jobs: Sequence[Job], processes: int) -> list[Result]:
         return list(pool.imap(train, jobs, chunksize=1))
 
 
-def tune(rows: Sequence[str], rates: Sequence[float], template: Job, processes: int) -> list[Job]:
+def tune(
+    rows: Sequence[str], rates: Sequence[float], template: Job, processes: int
+) -> dict[str, float]:
     """The best learning rate of each row: highest mean gain of the trained rewards."""
     jobs = [
-        Job(**(asdict(template) | {"row": row, "learning_rate": rate, "seed": TUNING_SEED}))
+        replace(template, row=row, learning_rate=rate, seed=TUNING_SEED)
         for row in rows
         for rate in rates
     ]
     results = run_all(jobs, processes)
-    best = []
+    best = {}
     for row in rows:
         candidates = [result for result in results if result.job.row == row]
-        best.append(max(candidates, key=_trained_gain).job)
+        best[row] = max(candidates, key=_trained_gain).job.learning_rate
         for result in candidates:
             print(f"tuning {row:<16} lr {result.job.learning_rate:g}: {_trained_gain(result):+.4f}")
     return best
@@ -327,15 +329,15 @@ def _free_port() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only tune")
     parser.add_argument("--iterations", type=int, default=100, help="budget (a)")
     parser.add_argument("--evaluations", type=int, default=44_000, help="budget (b)")
     parser.add_argument("--seconds", type=float, default=0.0, help="budget (c); 0: the fastest row")
     parser.add_argument("--every", type=int, default=20, help="iterations between evaluations")
     parser.add_argument("--heldout", type=int, default=96, help="held-out prompts")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-4])
-    parser.add_argument("--tune", action="store_true", help="choose each row's learning rate")
-    parser.add_argument("--tune-evaluations", type=int, default=22_000)
+    parser.add_argument("--tuning", type=Path, help="file of each row's learning rate")
+    parser.add_argument("--tuning-evaluations", type=int, default=22_000, help="budget of tuning")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
@@ -347,38 +349,40 @@ def main() -> int:
     options = _parser().parse_args()
     # One thread and no card in every run: the rows share a machine.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if len(options.learning_rates) > 1 and not options.tune:
-        print("several --learning-rates need --tune", file=sys.stderr)
+    if len(options.learning_rates) > 1 and options.tuning is None:
+        print("several --learning-rates need --tuning FILE", file=sys.stderr)
         return 2
     template = Job(
-        row=options.rows[0],
+        row="",
         seed=0,
-        learning_rate=options.learning_rates[0],
+        learning_rate=0.0,
         max_iterations=1,
-        max_evaluations=options.tune_evaluations,
+        max_evaluations=options.tuning_evaluations,
         max_s=0.0,
         every=options.every,
         overrides=[f"evaluation.prompts={options.heldout}"],
     )
-    if options.tune:
-        best = tune(options.rows, options.learning_rates, template, options.processes)
-    else:
-        best = [Job(**(asdict(template) | {"row": row})) for row in options.rows]
+    rates = dict.fromkeys(options.rows, options.learning_rates[0])
+    if options.tuning is not None and options.tuning.exists():
+        rates = json.loads(options.tuning.read_text())
+    elif options.tuning is not None:
+        rates = tune(options.rows, options.learning_rates, template, options.processes)
+        options.tuning.write_text(json.dumps(rates, indent=1))
     jobs = [
-        Job(
-            **(
-                asdict(job)
-                | {
-                    "seed": seed,
-                    "max_iterations": options.iterations,
-                    "max_evaluations": options.evaluations,
-                    "max_s": options.seconds,
-                }
-            )
+        replace(
+            template,
+            row=row,
+            learning_rate=rates[row],
+            seed=seed,
+            max_iterations=options.iterations,
+            max_evaluations=options.evaluations,
+            max_s=options.seconds,
         )
-        for job in best
+        for row in options.rows
         for seed in options.seeds
     ]
+    if not jobs:
+        return 0
     results = run_all(jobs, options.processes)
     budgets = {
         "iteration": options.iterations,
