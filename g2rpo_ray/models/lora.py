@@ -53,8 +53,8 @@ def coverage(transformer: torch.nn.Module) -> str:
     trained = {n: p for n, p in transformer.named_parameters() if p.requires_grad}
     total = sum(p.numel() for p in transformer.parameters())
     count = sum(p.numel() for p in trained.values())
-    modules = len({name.rsplit(".lora_", 1)[0].rsplit(".", 1)[0] for name in trained})
-    return f"{count:,} of {total:,} parameters in {len(trained)} tensors of {modules} modules"
+    modules = {n.partition(".lora_")[0] if ".lora_" in n else n.rpartition(".")[0] for n in trained}
+    return f"{count:,} of {total:,} parameters in {len(trained)} tensors of {len(modules)} modules"
 
 
 def _matches(name: str, target: str) -> bool:

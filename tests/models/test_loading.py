@@ -1,0 +1,136 @@
+"""Model folders: every way in which one cannot be used is named with its part and cause."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from g2rpo_ray.config import ModelSection
+from g2rpo_ray.models.loading import PARTS, ModelFolderError, check_model_folder, load_part
+from tests.tiny import copy_flux
+
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
+VAE = "vae/diffusion_pytorch_model.safetensors"
+CLIP = "text_encoder/model.safetensors"
+T5 = "text_encoder_2/model.safetensors"
+WEIGHT_FILES = [TRANSFORMER, VAE, CLIP, T5]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return copy_flux(tmp_path / "flux")
+
+
+def check_error(folder: Path) -> str:
+    with pytest.raises(ModelFolderError) as caught:
+        check_model_folder(ModelSection(path=str(folder)))
+    return str(caught.value)
+
+
+def load_error(folder: Path, weight_file: str) -> str:
+    part = weight_file.partition("/")[0]
+    with pytest.raises(ModelFolderError) as caught:
+        load_part(ModelSection(path=str(folder)), part, torch.float32)
+    assert str(folder / part) in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_tiny_model_is_complete() -> None:
+    check_model_folder(ModelSection(path="tiny_world:flux"))
+
+
+def test_missing_folder_is_named_as_given_and_as_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelFolderError) as caught:
+        check_model_folder(ModelSection(path="models/flux"))
+    assert f"'models/flux': no such folder ({tmp_path}/models/flux)" in str(caught.value)
+
+
+def test_folder_of_another_kind(tmp_path: Path) -> None:
+    assert f"{tmp_path}: no model_index.json" in check_error(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
+def test_broken_index(folder: Path, text: str) -> None:
+    (folder / "model_index.json").write_text(text)
+    message = check_error(folder)
+    assert f"{folder}/model_index.json" in message
+    assert "JSON" in message
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_missing_part(folder: Path, part: str) -> None:
+    (folder / part).rename(folder / "elsewhere")
+    message = check_error(folder)
+    assert f"{folder}: part '{part}' is missing" in message
+    assert ", ".join(PARTS) in message
+
+
+@pytest.mark.parametrize(
+    ("part", "entry", "found"),
+    [
+        ("transformer", ["diffusers", "SD3Transformer2DModel"], "SD3Transformer2DModel"),
+        ("vae", ["diffusers", "AutoencoderTiny"], "AutoencoderTiny"),
+        ("text_encoder_2", None, "missing entry"),
+        ("text_encoder", "CLIPTextModel", "missing entry"),
+    ],
+)
+def test_part_of_another_class(folder: Path, part: str, entry: object, found: str) -> None:
+    path = folder / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {part: entry}))
+    message = check_error(folder)
+    assert f"{path}: part '{part}' is a {found}" in message
+    assert PARTS[part].__name__ in message
+
+
+@pytest.mark.parametrize("file", WEIGHT_FILES)
+def test_weight_file_cut_short_is_found_before_anything_is_loaded(folder: Path, file: str) -> None:
+    path = folder / file
+    path.write_bytes(path.read_bytes()[:-1000])
+    message = check_error(folder)
+    assert str(path) in message
+    assert "cut short" in message
+
+
+@pytest.mark.parametrize("file", WEIGHT_FILES)
+def test_missing_weight_file(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    assert "cannot be loaded" in load_error(folder, file)
+
+
+@pytest.mark.parametrize("file", WEIGHT_FILES)
+def test_weights_of_other_shapes(folder: Path, file: str) -> None:
+    weights = load_file(folder / file)
+    name = max(weights, key=lambda name: weights[name].numel())
+    save_file(weights | {name: weights[name][:-1].clone()}, folder / file, {"format": "pt"})
+    assert name in load_error(folder, file)
+
+
+@pytest.mark.parametrize("file", WEIGHT_FILES)
+def test_missing_tensors_are_counted_and_named(folder: Path, file: str) -> None:
+    weights = load_file(folder / file)
+    names = [name for name in weights if name.endswith(("weight", "bias"))][:2]
+    kept = {name: tensor for name, tensor in weights.items() if name not in names}
+    save_file(kept, folder / file, {"format": "pt"})
+    message = load_error(folder, file)
+    assert "lack 2 tensors" in message
+    assert all(name in message for name in names)
+
+
+@pytest.mark.parametrize("file", WEIGHT_FILES)
+def test_left_over_tensors_are_counted_and_named(folder: Path, file: str) -> None:
+    weights = load_file(folder / file)
+    save_file(weights | {"another.block.weight": torch.zeros(2)}, folder / file, {"format": "pt"})
+    message = load_error(folder, file)
+    assert "1 tensors that" in message
+    assert "another.block.weight" in message
+
+
+def test_pickled_weights_are_not_read(folder: Path) -> None:
+    torch.save(load_file(folder / VAE), folder / "vae" / "diffusion_pytorch_model.bin")
+    (folder / VAE).unlink()
+    assert "cannot be loaded" in load_error(folder, VAE)

@@ -1,0 +1,107 @@
+"""Weights by name: they bind completely or not at all, and the checksum proves it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from g2rpo_ray.models.flux import FluxPolicy, load_policy
+from g2rpo_ray.models.weights import (
+    WeightMismatchError,
+    load_weights,
+    receipt,
+    trainable_parameters,
+)
+from tests.tiny import equal_weights, tiny_config
+
+
+@pytest.fixture
+def policy() -> FluxPolicy:
+    return load_policy(tiny_config(Path("unused"), "model.lora.rank=2"))
+
+
+def weights_of(policy: FluxPolicy) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
+
+
+def changed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor + 1 for name, tensor in weights.items()}
+
+
+def flip_bit(tensor: Tensor, bit: int) -> None:
+    words = tensor.view(-1)[-1:].view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    words ^= -(1 << bit) if bit == 8 * tensor.itemsize - 1 else 1 << bit
+
+
+def test_weights_arrive_and_have_the_same_checksum(policy: FluxPolicy) -> None:
+    new = changed(weights_of(policy))
+    load_weights(policy, new)
+    assert equal_weights(weights_of(policy), new)
+    assert receipt(3, trainable_parameters(policy)) == receipt(3, new)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
+    weights = {"a": torch.randn(7, 5).to(dtype), "b": torch.randn(3).to(dtype)}
+    checksums = {receipt(0, weights).checksum}
+    bits = 8 * dtype.itemsize
+    for bit in range(bits):
+        flipped = {name: tensor.clone() for name, tensor in weights.items()}
+        flip_bit(flipped["a"], bit)
+        checksums.add(receipt(0, flipped).checksum)
+    assert len(checksums) == 1 + bits
+
+
+def test_the_checksum_knows_names_shapes_and_dtypes() -> None:
+    zeros = torch.zeros(2, 3)
+    variants = [{"a": zeros}, {"b": zeros}, {"a": zeros.T}, {"a": zeros.bfloat16()},
+                {"a": zeros, "b": zeros}]  # fmt: skip
+    assert len({receipt(0, weights).checksum for weights in variants}) == len(variants)
+
+
+def test_the_checksum_is_of_values_not_of_strides_or_order() -> None:
+    tensor = torch.randn(4, 6)
+    strided = torch.empty(6, 4).T.copy_(tensor)
+    first = receipt(0, {"a": tensor, "b": tensor})
+    assert first == receipt(0, {"b": strided, "a": strided})
+    assert (first.tensors, first.bytes) == (2, 2 * 24 * 4)
+
+
+def test_missing_and_unknown_names_change_nothing(policy: FluxPolicy) -> None:
+    before = weights_of(policy)
+    new = changed(before)
+    missing = sorted(new)[0]
+    del new[missing]
+    new["somewhere.else"] = torch.zeros(1)
+    with pytest.raises(WeightMismatchError) as caught:
+        load_weights(policy, new)
+    message = str(caught.value)
+    assert f"1 trainable tensors are missing ({missing})" in message
+    assert "1 have no place (somewhere.else)" in message
+    assert equal_weights(weights_of(policy), before)
+
+
+def test_no_weights_at_all_are_refused(policy: FluxPolicy) -> None:
+    with pytest.raises(WeightMismatchError, match="trainable tensors are missing"):
+        load_weights(policy, {})
+
+
+def test_another_shape_changes_nothing(policy: FluxPolicy) -> None:
+    before = weights_of(policy)
+    new = changed(before)
+    # The last one: everything before it would be copied already.
+    name = list(new)[-1]
+    new[name] = new[name][:-1]
+    with pytest.raises(WeightMismatchError) as caught:
+        load_weights(policy, new)
+    assert name in str(caught.value)
+    assert str(tuple(new[name].shape)) in str(caught.value)
+    assert str(tuple(before[name].shape)) in str(caught.value)
+    assert equal_weights(weights_of(policy), before)
+
+
+def test_adapters_do_not_bind_to_a_full_model(policy: FluxPolicy) -> None:
+    full = load_policy(tiny_config(Path("unused")))
+    with pytest.raises(WeightMismatchError, match=r"model\.lora"):
+        load_weights(full, weights_of(policy))
