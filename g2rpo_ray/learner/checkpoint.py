@@ -15,9 +15,8 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -75,15 +74,17 @@ def write_checkpoint(folder: Path, info: CheckpointInfo, state: Mapping[str, Ten
         content = {"format": FORMAT, **asdict(info), "files": files}
         (temporary / "state.json").write_text(json.dumps(content, indent=1))
         _, read_back = read_checkpoint(temporary)
+        if any(not read_back[name].equal(tensor) for name, tensor in state.items()):
+            raise CheckpointError(f"{folder}: what was read back differs from what was written")
         _flush(temporary)
         # A checkpoint of this iteration is there when a run was resumed from it and stopped.
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
+        _flush(folder.parent)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{folder}: checkpoint not written: {error}") from error
-    if any(not read_back[name].equal(tensor) for name, tensor in state.items()):
-        raise CheckpointError(f"{folder}: what was read back differs from what was written")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read_checkpoint(folder: Path) -> tuple[CheckpointInfo, dict[str, Tensor]]:
@@ -92,27 +93,23 @@ def read_checkpoint(folder: Path) -> tuple[CheckpointInfo, dict[str, Tensor]]:
     Raises:
         CheckpointError: a file is missing, cut short, changed, or of another format.
     """
-    content = _read_state_json(folder)
-    files = content.pop("files")
+    info, files = _read_description(folder)
     for name, expected in files.items():
         _check_file(folder / name, expected)
     state = {WEIGHT_PREFIX + n: t for n, t in load_file(folder / WEIGHTS_FILE).items()}
-    state |= load_file(folder / OPTIMIZER_FILE)
-    return CheckpointInfo(**content), state
+    return info, state | load_file(folder / OPTIMIZER_FILE)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """fp32 trainable weights of a checkpoint by name, checked; the optimizer's are not read."""
-    content = _read_state_json(folder)
-    _check_file(folder / WEIGHTS_FILE, content["files"][WEIGHTS_FILE])
+    _, files = _read_description(folder)
+    _check_file(folder / WEIGHTS_FILE, files[WEIGHTS_FILE])
     return load_file(folder / WEIGHTS_FILE)
 
 
 def read_info(folder: Path) -> CheckpointInfo:
     """The description of a checkpoint, without its tensors."""
-    content = _read_state_json(folder)
-    del content["files"]
-    return CheckpointInfo(**content)
+    return _read_description(folder)[0]
 
 
 def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
@@ -124,9 +121,17 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("iteration_*"))
 
 
-def delete_old_checkpoints(run_dir: Path, keep_last: int) -> None:
-    for folder in list_checkpoints(run_dir)[:-keep_last]:
-        shutil.rmtree(folder)
+def delete_old_checkpoints(run_dir: Path, keep_last: int, newest: Path) -> None:
+    """Keep the last ones up to ``newest``, which was just written.
+
+    Later ones are of a history that a resume from an older checkpoint gave up; kept, they would be
+    what the next ``--resume auto`` takes.
+    """
+    checkpoints = list_checkpoints(run_dir)
+    kept = [folder for folder in checkpoints if folder <= newest][-keep_last:]
+    for folder in checkpoints:
+        if folder not in kept:
+            shutil.rmtree(folder)
 
 
 def _check_file(path: Path, expected_sha256: str) -> None:
@@ -139,7 +144,8 @@ def _check_file(path: Path, expected_sha256: str) -> None:
         )
 
 
-def _read_state_json(folder: Path) -> dict[str, Any]:
+def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
+    """What state.json says: the checkpoint's info, and the SHA-256 of each file."""
     path = folder / "state.json"
     try:
         content = json.loads(path.read_text())
@@ -149,7 +155,17 @@ def _read_state_json(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not readable: {error}") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path}: not a checkpoint of format {FORMAT}")
-    return content
+    expected = {field.name for field in fields(CheckpointInfo)} | {"files"}
+    if content.keys() != expected:
+        raise CheckpointError(
+            f"{path}: entries {', '.join(sorted(content.keys() ^ expected))} are missing or unknown"
+        )
+    files = content.pop("files")
+    if not isinstance(files, dict) or files.keys() != {WEIGHTS_FILE, OPTIMIZER_FILE}:
+        raise CheckpointError(
+            f"{path}: 'files' must list {WEIGHTS_FILE} and {OPTIMIZER_FILE} with their SHA-256"
+        )
+    return CheckpointInfo(**content), files
 
 
 def _sha256(path: Path) -> str:

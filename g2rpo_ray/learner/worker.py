@@ -75,7 +75,7 @@ class Learner:
         state = self.engine.state()
         if self.rank == 0:
             write_checkpoint(folder, info, state)
-            delete_old_checkpoints(folder.parent.parent, self.config.checkpoint.keep_last)
+            delete_old_checkpoints(folder.parent.parent, self.config.checkpoint.keep_last, folder)
 
     def checksum(self) -> str:
         """Of the trainable weights, the same on every rank."""

@@ -1,0 +1,252 @@
+"""Checkpoints: whole or not at all, and nothing damaged is ever read."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+from g2rpo_ray.learner import checkpoint
+from g2rpo_ray.learner.checkpoint import (
+    OPTIMIZER_FILE,
+    WEIGHTS_FILE,
+    CheckpointError,
+    CheckpointInfo,
+    checkpoint_folder,
+    delete_old_checkpoints,
+    list_checkpoints,
+    read_checkpoint,
+    read_info,
+    read_weights,
+    write_checkpoint,
+)
+from tests.tiny import equal_weights
+
+FILES = [WEIGHTS_FILE, OPTIMIZER_FILE]
+
+
+def info_of(iteration: int) -> CheckpointInfo:
+    return CheckpointInfo(iteration, iteration, 3 * iteration, 500, 12.5, "full", 7)
+
+
+def state_of(value: float) -> dict[str, Tensor]:
+    return {
+        "weight.a.b": torch.full((64, 32), value),
+        "exp_avg.a.b": torch.full((64, 32), value / 3),
+        "exp_avg_sq.a.b": torch.full((64, 32), value / 7),
+    }
+
+
+def write(run_dir: Path, iteration: int, value: float = 1.0) -> Path:
+    folder = checkpoint_folder(run_dir, iteration)
+    write_checkpoint(folder, info_of(iteration), state_of(value))
+    return folder
+
+
+def error_of(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(folder)
+    return str(caught.value)
+
+
+def is_whole(folder: Path, value: float) -> bool:
+    return equal_weights(read_checkpoint(folder)[1], state_of(value))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 80 KiB, room for two checkpoints; needs the right to mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=80k", "tmpfs", str(folder)]
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run([mount, *options], capture_output=True).returncode:
+        pytest.skip("no right to mount a tmpfs here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_what_was_written_is_read_back_to_the_bit(tmp_path: Path) -> None:
+    folder = write(tmp_path, 12)
+    info, state = read_checkpoint(folder)
+    assert info == read_info(folder) == info_of(12)
+    assert equal_weights(state, state_of(1.0))
+    assert equal_weights(read_weights(folder), {"a.b": state_of(1.0)["weight.a.b"]})
+
+
+def test_only_tensors_and_json_are_on_the_disk(tmp_path: Path) -> None:
+    folder = write(tmp_path, 12)
+    assert {path.name for path in folder.iterdir()} == {"state.json", *FILES}
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_cut_short(tmp_path: Path, file: str) -> None:
+    path = write(tmp_path, 1) / file
+    path.write_bytes(path.read_bytes()[:-1])
+    message = error_of(path.parent)
+    assert f"{path}: damaged" in message
+    assert "--resume PATH" in message
+
+
+def test_one_changed_bit(tmp_path: Path) -> None:
+    path = write(tmp_path, 1) / WEIGHTS_FILE
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert f"{path}: damaged" in error_of(path.parent)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_weights(path.parent)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_missing_file(tmp_path: Path, file: str) -> None:
+    path = write(tmp_path, 1) / file
+    path.unlink()
+    assert f"{path}: missing; the checkpoint is incomplete" in error_of(path.parent)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    assert f"{tmp_path / 'none'}: no checkpoint there" in error_of(tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 1', "\x00\x01"])
+def test_description_cut_short(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, 1) / "state.json"
+    path.write_text(text)
+    assert f"{path}: not readable" in error_of(path.parent)
+
+
+@pytest.mark.parametrize("content", [[], {}, {"format": 2}, {"format": "1"}])
+def test_other_format(tmp_path: Path, content: object) -> None:
+    path = write(tmp_path, 1) / "state.json"
+    path.write_text(json.dumps(content))
+    assert f"{path}: not a checkpoint of format 1" in error_of(path.parent)
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        read_info(path.parent)
+
+
+@pytest.mark.parametrize("key", ["files", "iteration", "trained"])
+def test_description_that_lacks_an_entry(tmp_path: Path, key: str) -> None:
+    path = write(tmp_path, 1) / "state.json"
+    content = json.loads(path.read_text())
+    del content[key]
+    path.write_text(json.dumps(content))
+    message = error_of(path.parent)
+    assert str(path) in message
+    assert key in message
+
+
+def test_description_with_an_unknown_entry(tmp_path: Path) -> None:
+    path = write(tmp_path, 1) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mood": "good"}))
+    assert "mood" in error_of(path.parent)
+
+
+@pytest.mark.parametrize("files", [{}, {WEIGHTS_FILE: ""}, [WEIGHTS_FILE]])
+def test_description_of_other_files(tmp_path: Path, files: object) -> None:
+    path = write(tmp_path, 1) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
+    assert str(path) in error_of(path.parent)
+
+
+def test_full_disk_names_the_cause_and_keeps_the_last_good_one(small_disk: Path) -> None:
+    good = write(small_disk, 1)
+    write(small_disk, 2)
+    with pytest.raises(CheckpointError) as caught:
+        write(small_disk, 3)
+    assert "checkpoint not written" in str(caught.value)
+    assert "No space left on device" in str(caught.value)
+    assert is_whole(good, 1.0)
+    assert list_checkpoints(small_disk) == [good, checkpoint_folder(small_disk, 2)]
+    assert not list(good.parent.glob(".*"))
+
+
+def fail(*_: object, **__: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("step", ["save_file", "_sha256", "_flush"])
+def test_a_failure_at_any_step_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    folder = write(tmp_path, 5, value=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, step, fail)
+        with pytest.raises(CheckpointError) as caught:
+            write(tmp_path, 5, value=2.0)
+    assert str(folder) in str(caught.value)
+    assert "No space left on device" in str(caught.value)
+    assert is_whole(folder, 1.0)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_the_disk_garbles_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path, 5, value=1.0)
+    garbled = (info_of(5), state_of(3.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "read_checkpoint", lambda _: garbled)
+        with pytest.raises(CheckpointError) as caught:
+            write(tmp_path, 5, value=2.0)
+    assert f"{folder}: what was read back differs" in str(caught.value)
+    assert is_whole(folder, 1.0)
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_checkpoint_of_the_same_iteration_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, 5, value=1.0)
+    assert is_whole(write(tmp_path, 5, value=2.0), 2.0)
+
+
+def test_read_only_disk_names_the_cause_and_keeps_the_last_good_one(small_disk: Path) -> None:
+    good = write(small_disk, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        write(small_disk, 2)
+    assert is_whole(good, 1.0)
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError) as caught:
+        write(tmp_path, 1)
+    assert str(checkpoint_folder(tmp_path, 1)) in str(caught.value)
+
+
+def test_a_left_over_of_a_killed_write_is_no_checkpoint(tmp_path: Path) -> None:
+    good = write(tmp_path, 1)
+    left_over = good.with_name(".iteration_000002.writing")
+    left_over.mkdir()
+    (left_over / WEIGHTS_FILE).write_bytes(b"half")
+    assert list_checkpoints(tmp_path) == [good]
+    assert is_whole(write(tmp_path, 2), 1.0)
+    assert not left_over.exists()
+
+
+def test_the_last_ones_are_kept_in_the_order_of_iterations(tmp_path: Path) -> None:
+    folders = [write(tmp_path, iteration) for iteration in (5, 10, 100, 20)]
+    delete_old_checkpoints(tmp_path, keep_last=2, newest=folders[2])
+    assert list_checkpoints(tmp_path) == [folders[3], folders[2]]
+
+
+def test_checkpoints_of_an_abandoned_future_go_and_the_new_one_stays(tmp_path: Path) -> None:
+    """After --resume of an older checkpoint, the later ones belong to another history."""
+    old, new, abandoned = (write(tmp_path, iteration) for iteration in (10, 12, 30))
+    delete_old_checkpoints(tmp_path, keep_last=2, newest=new)
+    assert list_checkpoints(tmp_path) == [old, new]
+    assert not abandoned.exists()
+
+
+def test_fewer_than_are_kept(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1)
+    delete_old_checkpoints(tmp_path, keep_last=3, newest=folder)
+    assert list_checkpoints(tmp_path) == [folder]
