@@ -85,7 +85,12 @@ def open_run(config: Config, resume: str) -> Run:
                 f"{checkpoint} belongs to seed {info.seed}, the configuration has seed "
                 f"{config.seed}; the prompts already seen would differ"
             )
-        if info.iteration >= config.iterations and (folder / "summary.json").exists():
+        if info.iteration > config.iterations:
+            raise RunFolderError(
+                f"{checkpoint} is at iteration {info.iteration}, beyond "
+                f"iterations={config.iterations}; raise it to go on"
+            )
+        if info.iteration == config.iterations == _finished_iterations(folder):
             raise RunFolderError(
                 f"{checkpoint} is at iteration {info.iteration} of {config.iterations}: the run "
                 "is complete; raise iterations to go on"
@@ -184,6 +189,17 @@ def _checkpoint_of(folder: Path, resume: str) -> Path | None:
             f"--resume {resume}: no such folder; it takes auto, none, or a folder"
         )
     return path
+
+
+def _finished_iterations(folder: Path) -> int | None:
+    """Iterations of the run when it was last finished: its last evaluation made, summary written."""
+    summary = folder / "summary.json"
+    if not summary.exists():
+        return None
+    try:
+        return int(json.loads(summary.read_text())["iterations"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{summary}: not readable as a run's summary: {error}") from error
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, object]:

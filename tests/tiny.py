@@ -1,0 +1,88 @@
+"""The quickstart made small: settings, prompts, scores and groups for tests of every room."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.config import Config, load_config, resolve_path
+from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.prompts.dataset import Prompt
+from g2rpo_ray.rollout.group import RolloutGroup
+from g2rpo_ray.rollout.worker import RolloutWorker
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+
+CAPTIONS = [
+    "a red circle left of a green triangle",
+    "a blue square above a yellow circle",
+    "a purple cross right of a red square",
+    "a green triangle below a blue cross",
+]
+
+SMALL = [
+    "sampling.steps=4",
+    "sampling.members=4",
+    "sampling.prompts_per_iteration=2",
+    "g2rpo.sde_steps=[0, 1]",
+    "evaluation.prompts=2",
+    "evaluation.steps=3",
+    "evaluation.pictures_shown=1",
+    "tracking.tensorboard=false",
+    "cluster.dashboard=false",
+    "cluster.start_timeout_s=120",
+]
+
+
+def tiny_config(run_dir: Path, *overrides: str) -> Config:
+    """The quickstart's settings, small enough that an iteration takes a second."""
+    return load_config(QUICKSTART, [f"run_dir={run_dir}", *SMALL, *overrides])
+
+
+def copy_flux(target: Path) -> Path:
+    """A copy of the tiny FLUX that a test may damage."""
+    return Path(shutil.copytree(resolve_path("tiny_world:flux"), target))
+
+
+def encode(config: Config, captions: list[str] = CAPTIONS) -> list[Prompt]:
+    """Prompts with their embeddings; ids are places in the list."""
+    encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
+    return [Prompt(number, text, encoder.encode(text)) for number, text in enumerate(captions)]
+
+
+@dataclass(frozen=True)
+class KnownScores:
+    """Scores that are there already."""
+
+    scores: dict[str, Tensor]
+    failures: list[str] = field(default_factory=list)
+
+    def result(self) -> dict[str, Tensor]:
+        return self.scores
+
+
+@dataclass(frozen=True)
+class Redness:
+    """A reward without Ray: how much red a picture has more than green and blue."""
+
+    names: list[str]
+
+    def submit(self, prompt: str, pictures: Tensor, names: list[str]) -> KnownScores:  # noqa: ARG002
+        red, green, blue = (pictures.float() / 255).mean(dim=(1, 2)).unbind(dim=-1)
+        return KnownScores({name: red - (green + blue) / 2 for name in names})
+
+
+def draw_groups(config: Config, prompts: list[Prompt]) -> list[RolloutGroup]:
+    """One real rollout group of each prompt, as iteration 0 of a run has them."""
+    worker = RolloutWorker(config, Redness(sorted(config.rewards)))
+    return [worker.rollout(prompt, prompt.prompt_id, iteration=0)[1] for prompt in prompts]
+
+
+def equal_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Same names and bits."""
+    return first.keys() == second.keys() and all(
+        torch.equal(tensor, second[name]) for name, tensor in first.items()
+    )
