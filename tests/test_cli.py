@@ -1,0 +1,96 @@
+"""The command line: exit codes, messages on stderr, and a dry run that starts nothing."""
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from g2rpo_ray.cli import main
+from g2rpo_ray.config import load_config
+from tests.tiny import QUICKSTART
+
+
+def train(*arguments: str) -> int:
+    return main(["train", str(QUICKSTART), *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["learner.lr=1"], "learner.lr: unknown key"),
+        (["seed"], "override 'seed': expected key.sub=value"),
+        (["model.path=/no/model"], "model.path '/no/model': no such folder"),
+        (["prompts.train=/no/prompts.txt"], "/no/prompts.txt: no such prompt file"),
+        (["prompts.heldout=/no/prompts.txt"], "/no/prompts.txt: no such prompt file"),
+        (["--resume", "/no/checkpoint"], "--resume /no/checkpoint: no such folder"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_one_message_before_ray_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    run_dir = tmp_path / "run"
+    assert train(f"run_dir={run_dir}", *arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("g2rpo: ")
+    assert named in printed
+    assert "Traceback" not in printed
+    assert not run_dir.exists()
+    assert not ray.is_initialized()
+
+
+def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "/no/run.yaml"]) == 2
+    assert "/no/run.yaml: no such configuration file" in capsys.readouterr().err
+
+
+def test_dry_run_prints_the_arithmetic_and_writes_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    overrides = [
+        "sampling.members=5",
+        "sampling.prompts_per_iteration=3",
+        "sampling.steps=6",
+        "g2rpo.sde_steps=[0, 1, 2]",
+        "g2rpo.granularities=[1, 2]",
+        "learner.update=per_sde_step",
+        "iterations=7",
+    ]
+    assert train("--dry-run", f"run_dir={run_dir}", *overrides) == 0
+    printed = capsys.readouterr().out
+    lines = dict(line.strip().split("  ", 1) for line in printed.splitlines() if "  " in line)
+    assert lines["prompts"] == "3 an iteration, 21 in all"
+    assert lines["groups"] == "9 of 5 branches"
+    # 3 prompts x 3 steps x 5 members x 2 granularities.
+    assert lines["pictures"] == "90 decoded and scored"
+    assert lines["updates"] == "3 (per_sde_step)"
+    assert "oracle (evaluated only)" in lines["rewards"]
+    assert f"resolved configuration: {run_dir}/resolved.yaml" in printed
+    assert [path.name for path in run_dir.iterdir()] == ["resolved.yaml"]
+    assert load_config(run_dir / "resolved.yaml") == load_config(
+        QUICKSTART, [f"run_dir={run_dir}", *overrides]
+    )
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_options_may_stand_before_between_and_after_overrides(tmp_path: Path, place: int) -> None:
+    arguments = [f"run_dir={tmp_path}", "seed=5"]
+    arguments.insert(place, "--dry-run")
+    assert train(*arguments) == 0
+    assert load_config(tmp_path / "resolved.yaml").seed == 5
+
+
+def test_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train("--dry-rum", "seed=5")
+    assert caught.value.code == 2
+    assert "--dry-rum" in capsys.readouterr().err
+
+
+def test_run_dir_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert train("--dry-run", f"run_dir={file}/run") == 2
+    printed = capsys.readouterr().err
+    assert f"run_dir {file}/run: cannot be written" in printed
