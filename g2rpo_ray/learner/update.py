@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -122,10 +122,16 @@ class _GroupTraining:
     def __init__(
         self, engine: LearnerEngine, group: RolloutGroup, config: Config, device: torch.device
     ) -> None:
-        self._engine, self._group, self._config, self._device = engine, group, config, device
+        self._engine, self._config, self._device = engine, config, device
+        # A dropped group may hold infinite numbers; as zeros they cannot spoil the gradient.
+        self._group = replace(
+            group,
+            latents=group.latents.nan_to_num(0.0, 0.0, 0.0),
+            velocities=group.velocities.nan_to_num(0.0, 0.0, 0.0),
+        )
         self._embeds = group.prompt.embeds.to(device)
         self._advantages = _advantages(group, config)
-        self._old_velocities = group.velocities
+        self._old_velocities = self._group.velocities
 
     @torch.no_grad()
     def recompute_old_velocities(self) -> None:
@@ -197,8 +203,7 @@ class _GroupTraining:
         )
 
     def _latents(self, position: int, rows: slice) -> Tensor:
-        # A dropped group may hold infinite latents; as zeros its pass cannot spoil the gradient.
-        return self._group.latents[position, rows].nan_to_num(0.0, 0.0, 0.0).to(self._device)
+        return self._group.latents[position, rows].to(self._device)
 
     def _velocity(self, position: int, rows: slice) -> Tensor:
         x = self._latents(position, rows)

@@ -10,6 +10,7 @@ from torch import Tensor
 from g2rpo_ray.algorithm import noise
 from g2rpo_ray.algorithm.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.config import Config, SamplingSection
+from g2rpo_ray.errors import RunError
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import LatentShape, load_policy
 from g2rpo_ray.models.loading import DTYPES, load_part
@@ -19,6 +20,10 @@ from g2rpo_ray.prompts.dataset import Prompt
 from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
 from g2rpo_ray.rollout.sampler import Sampler
 from g2rpo_ray.rollout.strategies import make_strategy
+
+
+class BrokenLatentsError(RunError):
+    """The network gave pictures that are not finite, and the run is to stop then."""
 
 
 class PendingScores(Protocol):
@@ -117,18 +122,24 @@ class RolloutWorker:
             (len(names), draw.granularities, len(draw.sde_steps), config.sampling.members),
             torch.nan,
         )
-        pending: list[tuple[list[int], PendingScores]] = []
+        pending: list[tuple[list[int], Tensor, PendingScores]] = []
         decoded = 0
         for positions, x0 in draw.finished:
             clock.lap("denoise_s")
+            finite = x0.isfinite().all(dim=-1).all(dim=-1)
             pictures = self.decoder.decode(x0.flatten(0, 1))
             decoded += len(pictures)
-            pending.append((positions, self.scoring.submit(prompt.text, pictures, names)))
+            pending.append((positions, finite, self.scoring.submit(prompt.text, pictures, names)))
             clock.lap("decode_s")
         clock.lap("denoise_s")
-        for positions, scores in pending:
+        failures: list[str] = []
+        for positions, finite, scores in pending:
+            failures += self._broken_pictures(finite, prompt)
+            broken = ~finite.cpu()[:, None]
             for row, values in enumerate(scores.result().values()):
-                rewards[row][:, positions] = values.view(draw.granularities, 1, -1)
+                by_member = values.view(draw.granularities, 1, -1)
+                rewards[row][:, positions] = by_member.masked_fill(broken, torch.nan)
+            failures += scores.failures
         clock.lap("score_s")
 
         group = RolloutGroup(
@@ -146,7 +157,6 @@ class RolloutWorker:
             batch_size=config.rollout.batch_size,
             seconds=clock.seconds,
         )
-        failures = [failure for _, scores in pending for failure in scores.failures]
         return self._summary(group, decoded, failures), group
 
     def evaluate(self, prompt: Prompt) -> HeldoutPictures:
@@ -165,6 +175,18 @@ class RolloutWorker:
         evaluations = self.policy.evaluations - before
         return HeldoutPictures(prompt.prompt_id, prompt.text, pictures, scores, evaluations)
 
+    def _broken_pictures(self, finite: Tensor, prompt: Prompt) -> list[str]:
+        # Its log-probability is infinite then, and a scorer may still give its picture a number.
+        if bool(finite.all()):
+            return []
+        message = (
+            f"{int((~finite).sum())} of {finite.numel()} pictures have latents that are not "
+            f"finite, prompt {prompt.text!r:.80}"
+        )
+        if self.config.advantage.on_invalid == "stop":
+            raise BrokenLatentsError(message)
+        return [message]
+
     def _sampler(self, steps: int) -> Sampler:
         sigmas = schedule_of(self.config.sampling, steps, self.shape)
         return Sampler(self.policy, sigmas, self.config.rollout.batch_size)
@@ -172,9 +194,7 @@ class RolloutWorker:
     def _embeds(self, prompt: Prompt) -> PromptEmbeds:
         return prompt.embeds.to(self.device)
 
-    def _summary(
-        self, group: RolloutGroup, pictures: int, failures: list[str]
-    ) -> RolloutSummary:
+    def _summary(self, group: RolloutGroup, pictures: int, failures: list[str]) -> RolloutSummary:
         by_reward = dict(zip(group.reward_names, group.rewards, strict=True))
         spread = {name: values.std(dim=-1) for name, values in by_reward.items()}
         limit = self.config.advantage.min_spread

@@ -47,9 +47,7 @@ def test_golden_rollout(batch_size: int) -> None:
     assert relative_error(torch.stack(log_probs), golden["log_probs"]) < 1e-5
 
     results = dict(
-        sampler.completions(
-            torch.stack(branches), SPEC["sde_steps"], SPEC["granularities"], embeds
-        )
+        sampler.completions(torch.stack(branches), SPEC["sde_steps"], SPEC["granularities"], embeds)
     )
     # Golden is [step, member, granularity, ...]; ours is [granularity, member, ...] by step.
     completions = torch.stack([results[p] for p in range(len(SPEC["sde_steps"]))]).transpose(1, 2)

@@ -1,0 +1,240 @@
+"""The learner's update on real draws: the first ratio, the options, and what is masked."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.learner.engine import LearnerError
+from g2rpo_ray.learner.update import Assignment, UpdateReport, update_on_groups
+from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.rollout.group import RolloutGroup
+from tests.rollout.tiny import ALGORITHMS, PlainEngine, draw_group, tiny_config, tiny_policy
+
+CPU = torch.device("cpu")
+
+
+def update(
+    engine: PlainEngine, groups: list[RolloutGroup], config: Config, **arguments: Any
+) -> UpdateReport:
+    assignments = [Assignment(group, 1.0) for group in groups]
+    settings = {"prompts": len(groups), "ranks": 1, "device": CPU} | arguments
+    return update_on_groups(engine, assignments, config=config, **settings)  # type: ignore[arg-type]
+
+
+def gradient_of(
+    config: Config, groups: list[RolloutGroup], policy: FluxPolicy | None = None
+) -> Tensor:
+    """The first step's gradient of all parameters as one vector."""
+    engine = PlainEngine(policy or tiny_policy())
+    update(engine, groups, config)
+    first = engine.gradients[0]
+    return torch.cat([first[name].flatten() for name in sorted(first)])
+
+
+def draw_groups(
+    config: Config, count: int = 2, policy: FluxPolicy | None = None
+) -> list[RolloutGroup]:
+    policy = policy or tiny_policy()
+    return [draw_group(policy, config, group_id) for group_id in range(count)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_ratio_before_the_first_update_is_exactly_one(algorithm: str, batch_size: int) -> None:
+    config = tiny_config(algorithm, rollout={"batch_size": batch_size})
+    policy = tiny_policy()
+    report = update(PlainEngine(policy), draw_groups(config, policy=policy), config)
+    assert len(report.records) == 2 * len(draw_group(policy, config).sde_steps)
+    assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
+    assert len(report.grad_norms) == 1
+    assert report.grad_norms[0] > 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_update_for_each_step_moves_the_ratio_of_the_next(algorithm: str) -> None:
+    config = tiny_config(algorithm, learner={"update": "per_sde_step"})
+    policy = tiny_policy()
+    groups = draw_groups(config, policy=policy)
+    engine = PlainEngine(policy)
+    report = update(engine, groups, config)
+    steps = len(groups[0].sde_steps)
+    assert len(report.grad_norms) == steps
+    assert sum(engine.ended) == steps
+    assert engine.ended[-1]
+    for record in report.records:
+        assert (record.health.max_abs_log_ratio == 0.0) == (record.update == 0)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_batch_of_the_passes_does_not_change_the_gradient(algorithm: str) -> None:
+    config = tiny_config(algorithm)
+    groups = draw_groups(config)
+    split = [replace(group, batch_size=1) for group in groups]
+    torch.testing.assert_close(gradient_of(config, groups), gradient_of(config, split))
+
+
+@pytest.mark.parametrize("algorithm", ["g2rpo", "flow_grpo"])
+def test_the_order_of_prompts_and_members_changes_nothing(algorithm: str) -> None:
+    config = tiny_config(algorithm)
+    groups = draw_groups(config)
+    forward = gradient_of(config, groups)
+    torch.testing.assert_close(gradient_of(config, groups[::-1]), forward)
+
+
+def test_ranks_that_share_the_groups_add_up_to_one_rank() -> None:
+    config = tiny_config("mix_grpo")
+    groups = draw_groups(config)
+    parts = []
+    for group in groups:
+        engine = PlainEngine(tiny_policy())
+        update(engine, [group], config, prompts=2, ranks=2)
+        gradient = engine.gradients[0]
+        parts.append(torch.cat([gradient[name].flatten() for name in sorted(gradient)]))
+    torch.testing.assert_close((parts[0] + parts[1]) / 2, gradient_of(config, groups))
+
+
+def test_step_weights_weigh_the_gradients_of_the_steps() -> None:
+    uniform = tiny_config("g2rpo", g2rpo={"sde_steps": [0, 2]})
+    weighted = tiny_config("g2rpo", g2rpo={"sde_steps": [0, 2]}, learner={"step_weight": "noise"})
+    group = draw_group(tiny_policy(), uniform)
+    alone = []
+    for position in range(2):
+        part = replace(
+            group,
+            sde_steps=[group.sde_steps[position]],
+            step_indices=[group.step_indices[position]],
+            latents=group.latents[position, None],
+            velocities=group.velocities[position, None],
+            rewards=group.rewards[:, :, position, None],
+        )
+        alone.append(gradient_of(uniform, [part]))
+    stds = [step.std for step in group.sde_steps]
+    expected = sum(std / sum(stds) * gradient for std, gradient in zip(stds, alone, strict=True))
+    torch.testing.assert_close(gradient_of(weighted, [group]), expected)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_normalised_ratio_starts_at_one_with_the_gradient_scaled_by_the_noise(
+    algorithm: str,
+) -> None:
+    plain = tiny_config(algorithm, g2rpo={"sde_steps": [1]}, mix_grpo={"window": 1})
+    normal = tiny_config(
+        algorithm,
+        g2rpo={"sde_steps": [1]},
+        mix_grpo={"window": 1},
+        learner={"normalise_ratio": True},
+    )
+    groups = draw_groups(plain, count=1)
+    report = update(PlainEngine(tiny_policy()), groups, normal)
+    assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
+    if len(groups[0].sde_steps) == 1:
+        scaled = gradient_of(plain, groups) * groups[0].sde_steps[0].std
+        torch.testing.assert_close(gradient_of(normal, groups), scaled, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("update_rule", ["per_iteration", "per_sde_step"])
+@pytest.mark.parametrize("algorithm", ["g2rpo", "flow_grpo"])
+def test_old_log_probabilities_of_the_learner_make_up_for_another_rollout(
+    algorithm: str, update_rule: str
+) -> None:
+    config = tiny_config(algorithm, learner={"old_log_prob": "learner", "update": update_rule})
+    groups = draw_groups(config)
+    # As if the rollout had computed in another precision: the samples stay as they were.
+    policy = tiny_policy()
+    with torch.no_grad():
+        policy.transformer.proj_out.weight.mul_(1.001)
+    report = update(PlainEngine(policy), groups, config)
+    first = [r.health.max_abs_log_ratio for r in report.records if r.update == 0]
+    later = [r.health.max_abs_log_ratio for r in report.records if r.update > 0]
+    assert max(first) == 0.0
+    assert all(value > 0 for value in later)
+    from_rollout = tiny_config(algorithm)
+    compared = update(PlainEngine(policy), groups, from_rollout)
+    assert max(r.health.max_abs_log_ratio for r in compared.records) > 0
+
+
+def test_kl_is_zero_at_the_reference_and_grows_away_from_it() -> None:
+    config = tiny_config("flow_grpo", model={"lora": {"rank": 2}}, learner={"kl_weight": 0.5})
+    policy = tiny_policy(lora=True)
+    groups = draw_groups(config, policy=policy)
+    fresh = update(PlainEngine(policy), groups, config)
+    assert {record.kl_to_reference for record in fresh.records} == {0.0}
+    policy = moved_policy()
+    away = update(PlainEngine(policy), groups, config)
+    assert min(record.kl_to_reference for record in away.records) > 0
+
+
+def test_kl_pulls_back_to_the_reference() -> None:
+    policy = moved_policy()
+    without = tiny_config("g2rpo", model={"lora": {"rank": 2}})
+    pulled = tiny_config("g2rpo", model={"lora": {"rank": 2}}, learner={"kl_weight": 1.0})
+    groups = draw_groups(without, policy=policy)
+    flat = [replace(group, rewards=torch.ones_like(group.rewards)) for group in groups]
+    assert gradient_of(without, flat, moved_policy()).norm() == 0
+    engine = PlainEngine(policy, learning_rate=1.0)
+    before = update(engine, flat, pulled).records
+    after = update(engine, flat, pulled).records
+    assert sum(r.kl_to_reference for r in after) < sum(r.kl_to_reference for r in before)
+    trained = {name for gradient in engine.gradients for name in gradient}
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+def moved_policy() -> FluxPolicy:
+    """A policy whose adapters are no longer zero."""
+    policy = tiny_policy(lora=True)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.transformer.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_group_with_infinite_latents_is_dropped_without_a_trace(algorithm: str) -> None:
+    config = tiny_config(algorithm, advantage={"on_invalid": "drop_group"})
+    sound, other = draw_groups(config)
+    broken = replace(
+        other,
+        latents=torch.full_like(other.latents, math.inf),
+        velocities=torch.full_like(other.velocities, math.nan),
+        rewards=torch.full_like(other.rewards, math.nan),
+    )
+    engine = PlainEngine(tiny_policy())
+    report = update(engine, [sound, broken], config)
+    assert {r.valid for r in report.records if r.group_id == broken.key.group_id} == {False}
+    assert math.isfinite(report.grad_norms[0])
+    gradient = torch.cat([engine.gradients[0][n].flatten() for n in sorted(engine.gradients[0])])
+    torch.testing.assert_close(gradient, gradient_of(config, [sound]) / 2)
+
+
+class _BreaksOneMember(PlainEngine):
+    """An engine whose first prediction of every pass is infinite."""
+
+    def __call__(self, *args: Any) -> Tensor:
+        velocity = super().__call__(*args).clone()
+        velocity[0] = math.inf
+        return velocity
+
+
+def test_members_with_an_infinite_log_probability_are_masked_and_counted() -> None:
+    config = tiny_config("flow_grpo", advantage={"on_invalid": "drop_group"})
+    groups = draw_groups(config, count=1)
+    report = update(_BreaksOneMember(tiny_policy()), groups, config)
+    # Four members in passes of three: the first of each pass is lost.
+    assert {record.masked_members for record in report.records} == {2}
+    assert all(math.isfinite(record.loss) for record in report.records)
+    assert math.isfinite(report.grad_norms[0])
+    assert report.grad_norms[0] > 0
+
+
+def test_an_infinite_log_probability_stops_the_run_where_that_is_configured() -> None:
+    config = tiny_config("flow_grpo")
+    with pytest.raises(LearnerError, match="2 of 4 members is not finite"):
+        update(_BreaksOneMember(tiny_policy()), draw_groups(config, count=1), config)
