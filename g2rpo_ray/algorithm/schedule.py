@@ -27,7 +27,7 @@ def static_shift_schedule(steps: int, shift: float) -> Tensor:
             f"shift is {shift}; it must be greater than 0 (1 leaves the schedule linear)"
         )
     times = _linear_times(steps)
-    return shift * times / (1 + (shift - 1) * times)
+    return _starting_at_one(shift * times / (1 + (shift - 1) * times))
 
 
 def dynamic_shift_schedule(
@@ -56,10 +56,16 @@ def dynamic_shift_schedule(
     mu = base_shift + slope * (image_tokens - base_tokens)
     times = _linear_times(steps)
     shifted = math.exp(mu) / (math.exp(mu) + 1 / times[:-1] - 1)
-    return torch.cat([shifted, times[-1:]])
+    return _starting_at_one(torch.cat([shifted, times[-1:]]))
 
 
 def _linear_times(steps: int) -> Tensor:
     if steps < 1:
         raise ValueError(f"steps is {steps}; a schedule needs at least 1 step")
     return torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+
+
+def _starting_at_one(sigmas: Tensor) -> Tensor:
+    # Rounding gives 1 - 2e-16 for some shifts: there the flow SDE has a pole (see SdeStep).
+    sigmas[0] = 1.0
+    return sigmas
