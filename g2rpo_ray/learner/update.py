@@ -11,12 +11,14 @@ from torch import Tensor
 from g2rpo_ray.algorithm.advantage import Advantages, integrate_advantages
 from g2rpo_ray.algorithm.objective import (
     PolicyHealth,
+    PolicyLoss,
     clipped_policy_loss,
     gaussian_kl,
     normalise_log_prob,
     policy_health,
     step_weights,
 )
+from g2rpo_ray.algorithm.sde import SdeStep
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerEngine, LearnerError
 from g2rpo_ray.rollout.group import RolloutGroup
@@ -92,7 +94,8 @@ def update_on_groups(
     scale = ranks / prompts / (1 if per_step else len(steps))
     weights = step_weights(steps, settings.step_weight)
     trainings = [_GroupTraining(engine, a.group, config, device) for a in assignments]
-    if settings.old_log_prob == "learner":
+    if settings.old_log_prob == "learner" and per_step:
+        # Before the only update of an iteration, old and new are the same forward pass.
         for training in trainings:
             training.recompute_old_velocities()
     records: list[StepRecord] = []
@@ -114,6 +117,21 @@ def update_on_groups(
         if last:
             grad_norms.append(engine.step())
     return UpdateReport(records, grad_norms, learning_rate)
+
+
+@dataclass(frozen=True)
+class _StepData:
+    """One stochastic step of a group, on this rank's device; dimensions as in RolloutGroup."""
+
+    step: SdeStep
+    latents: Tensor
+    """float32 ``[L, tokens, channels]``: x_k."""
+    next_latents: Tensor
+    """float32 ``[M, tokens, channels]``: x_{k+1}."""
+    old_velocities: Tensor
+    """float32 ``[L, tokens, channels]``."""
+    advantages: Tensor
+    """float32 ``[M]``."""
 
 
 class _GroupTraining:
@@ -138,83 +156,99 @@ class _GroupTraining:
         """Take this rank's own velocities for old, in the batches of the passes to come."""
         self._old_velocities = torch.stack(
             [
-                torch.cat([self._velocity(position, rows) for rows, _ in self._group.passes()])
-                for position in range(len(self._group.sde_steps))
+                torch.cat(
+                    [
+                        self._velocity(latents[rows].to(self._device), step.sigma)
+                        for rows, _ in self._group.passes()
+                    ]
+                )
+                for latents, step in zip(self._group.latents, self._group.sde_steps, strict=True)
             ]
         )
 
     def backward(self, position: int, *, scale: float, update: int, last: bool) -> StepRecord:
         """Add the gradient of one step; ``last`` ends the accumulation."""
-        settings, group = self._config.learner, self._group
-        step = group.sde_steps[position]
-        advantages = self._advantages.values[position].to(self._device)
-        next_latents = group.next_latents(position).to(self._device)
-        old_velocities = self._old_velocities[position].to(self._device)
+        settings, group, data = self._config.learner, self._group, self._step_data(position)
+        valid = bool(self._advantages.valid[position])
         passes = group.passes()
-        losses, log_ratios, usable, divergences = [], [], [], []
-
-        for rows, members in passes:
-            share = len(advantages[members]) / group.members
-            velocity = self._velocity(position, rows)
-            # A broken prediction is masked here and counted below: it must not reach a gradient.
-            sound = velocity.isfinite().all(dim=-1).all(dim=-1)
-            velocity = torch.where(sound[:, None, None], velocity, 0.0)
-            x, next_x = self._latents(position, rows), next_latents[members]
-            mean, old_mean = step.mean(x, velocity), step.mean(x, old_velocities[rows])
-            form = self._config.sampling.log_prob
-            log_prob = step.log_prob(next_x, mean, form)
-            old_log_prob = step.log_prob(next_x, old_mean, form)
-            if settings.normalise_ratio:
-                log_prob = normalise_log_prob(log_prob, mean, old_mean, step.std)
-                old_log_prob = normalise_log_prob(old_log_prob, old_mean, old_mean, step.std)
-            log_prob = torch.where(sound, log_prob, torch.nan)
-            policy = clipped_policy_loss(log_prob, old_log_prob, advantages[members], settings.clip)
-            loss = policy.loss
-            if settings.kl_weight > 0:
-                divergence = gaussian_kl(mean, self._reference_mean(position, rows), step.std)
-                loss = loss + settings.kl_weight * divergence
-                divergences.append(float(divergence.detach()) * share)
-            last_pass = last and rows is passes[-1][0]
-            self._engine.backward(loss * share * scale, last=last_pass)
-            losses.append(float(loss.detach()) * share)
+        loss, kl_to_reference = 0.0, 0.0
+        log_ratios, usable = [], []
+        for number, (rows, members) in enumerate(passes):
+            policy, divergence = self._forward(data, rows, members, update)
+            pass_loss = policy.loss + settings.kl_weight * divergence
+            share = len(policy.usable) / group.members
+            self._engine.backward(
+                pass_loss * (share * scale if valid else 0.0),
+                last=last and number == len(passes) - 1,
+            )
+            loss += float(pass_loss.detach()) * share
+            kl_to_reference += float(divergence.detach()) * share
             log_ratios.append(policy.log_ratio)
             usable.append(policy.usable)
 
         masked = int((~torch.cat(usable)).sum())
-        valid = bool(self._advantages.valid[position])
         if valid and masked and self._config.advantage.on_invalid == "stop":
             raise LearnerError(
                 f"group {group.key.group_id}, SDE step {group.step_indices[position]}: the ratio "
                 f"of {masked} of {group.members} members is not finite (with "
                 "advantage.on_invalid: drop_group such members are left out)"
             )
-        values = self._advantages.values[position].abs()
+        sizes = data.advantages.abs()
         return StepRecord(
             group_id=group.key.group_id,
             position=position,
             update=update,
-            loss=sum(losses),
-            health=policy_health(torch.cat(log_ratios), advantages, settings.clip),
-            kl_to_reference=sum(divergences),
+            loss=loss,
+            health=policy_health(torch.cat(log_ratios), data.advantages, settings.clip),
+            kl_to_reference=kl_to_reference,
             valid=valid,
             masked_members=masked,
-            advantage_abs_mean=float(values.mean()),
-            advantage_clamped_share=float((values >= self._config.advantage.clamp).float().mean()),
+            advantage_abs_mean=float(sizes.mean()),
+            advantage_clamped_share=float((sizes >= self._config.advantage.clamp).float().mean()),
         )
 
-    def _latents(self, position: int, rows: slice) -> Tensor:
-        return self._group.latents[position, rows].to(self._device)
+    def _forward(
+        self, data: _StepData, rows: slice, members: slice, update: int
+    ) -> tuple[PolicyLoss, Tensor]:
+        """One pass: the policy's loss, and its KL to the reference (0 where it has no weight)."""
+        settings, step = self._config.learner, data.step
+        x, next_x = data.latents[rows], data.next_latents[members]
+        velocity = self._velocity(x, step.sigma)
+        # A broken prediction is masked, so that it reaches no gradient, and counted by its NaN.
+        sound = velocity.isfinite().all(dim=-1).all(dim=-1)
+        mean = step.mean(x, torch.where(sound[:, None, None], velocity, 0.0))
+        if update == 0 and settings.old_log_prob == "learner":
+            old_mean = mean.detach()
+        else:
+            old_mean = step.mean(x, data.old_velocities[rows])
 
-    def _velocity(self, position: int, rows: slice) -> Tensor:
-        x = self._latents(position, rows)
-        sigma = torch.full((len(x),), self._group.sde_steps[position].sigma, device=x.device)
-        return self._engine(x, sigma, self._embeds)
+        form = self._config.sampling.log_prob
+        log_prob = step.log_prob(next_x, mean, form)
+        old_log_prob = step.log_prob(next_x, old_mean, form)
+        if settings.normalise_ratio:
+            log_prob = normalise_log_prob(log_prob, mean, old_mean, step.std)
+            old_log_prob = normalise_log_prob(old_log_prob, old_mean, old_mean, step.std)
+        log_prob = torch.where(sound, log_prob, torch.nan)
+        policy = clipped_policy_loss(
+            log_prob, old_log_prob, data.advantages[members], settings.clip
+        )
+        if settings.kl_weight == 0:
+            return policy, torch.zeros_like(policy.loss)
+        with torch.no_grad(), _adapters_off(self._engine.policy.transformer):
+            reference_mean = step.mean(x, self._velocity(x, step.sigma))
+        return policy, gaussian_kl(mean, reference_mean, step.std)
 
-    @torch.no_grad()
-    def _reference_mean(self, position: int, rows: slice) -> Tensor:
-        with _adapters_off(self._engine.policy.transformer):
-            velocity = self._velocity(position, rows)
-        return self._group.sde_steps[position].mean(self._latents(position, rows), velocity)
+    def _step_data(self, position: int) -> _StepData:
+        return _StepData(
+            step=self._group.sde_steps[position],
+            latents=self._group.latents[position].to(self._device),
+            next_latents=self._group.next_latents(position).to(self._device),
+            old_velocities=self._old_velocities[position].to(self._device),
+            advantages=self._advantages.values[position].to(self._device),
+        )
+
+    def _velocity(self, x: Tensor, sigma: float) -> Tensor:
+        return self._engine(x, torch.full((len(x),), sigma, device=x.device), self._embeds)
 
 
 def _advantages(group: RolloutGroup, config: Config) -> Advantages:

@@ -214,6 +214,19 @@ def test_a_group_with_infinite_latents_is_dropped_without_a_trace(algorithm: str
     torch.testing.assert_close(gradient, gradient_of(config, [sound]) / 2)
 
 
+def test_a_dropped_group_adds_no_kl_either() -> None:
+    config = tiny_config(
+        "g2rpo",
+        model={"lora": {"rank": 2}},
+        learner={"kl_weight": 1.0},
+        advantage={"on_invalid": "drop_group"},
+    )
+    sound, other = draw_groups(config, policy=moved_policy())
+    dropped = replace(other, rewards=torch.full_like(other.rewards, math.nan))
+    both = gradient_of(config, [sound, dropped], moved_policy())
+    torch.testing.assert_close(both, gradient_of(config, [sound], moved_policy()) / 2)
+
+
 class _BreaksOneMember(PlainEngine):
     """An engine whose first prediction of every pass is infinite."""
 
