@@ -79,7 +79,7 @@ def test_the_batch_of_the_passes_does_not_change_the_gradient(algorithm: str) ->
 
 
 @pytest.mark.parametrize("algorithm", ["g2rpo", "flow_grpo"])
-def test_the_order_of_prompts_and_members_changes_nothing(algorithm: str) -> None:
+def test_the_order_of_prompts_changes_nothing(algorithm: str) -> None:
     config = tiny_config(algorithm)
     groups = draw_groups(config)
     forward = gradient_of(config, groups)
