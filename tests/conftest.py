@@ -1,10 +1,20 @@
-"""Shared by all tests: small paths and nothing else."""
+"""Shared by all tests: small paths, and one Ray cluster for those that need one."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 
 @pytest.fixture(scope="session")
 def golden_dir() -> Path:
     return Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A private Ray on this machine; CPUs are only numbers to it."""
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()

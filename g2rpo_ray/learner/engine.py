@@ -96,6 +96,7 @@ class LearnerEngine:
             },
         )
         self.policy: FluxPolicy = self._engine.module
+        self._start_moments()
         if state is not None:
             self._load_state(state)
 
@@ -151,6 +152,20 @@ class LearnerEngine:
                 value = safe_get_full_optimizer_state(parameter, moment)
                 state[f"{moment}.{name}"] = value.cpu().clone()
         return state
+
+    def _start_moments(self) -> None:
+        # DeepSpeed leaves them to the first step; until then there would be nothing to load into.
+        stage3 = self._settings.zero_stage == 3
+        zero = self._optimizer
+        shards = (
+            zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups
+        )
+        for shard in shards:
+            zero.optimizer.state[shard] = {"step": torch.zeros(())} | {
+                moment: torch.zeros_like(shard.detach()) for moment in MOMENTS
+            }
+        if not stage3:
+            zero._lazy_init_hp_params_optimizer_state()
 
     def _load_state(self, state: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters().items():

@@ -1,0 +1,251 @@
+"""The learner on real DeepSpeed ranks: what it computes depends on neither ranks nor sharding."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.learner.checkpoint import CheckpointInfo
+from g2rpo_ray.learner.engine import LearnerError
+from g2rpo_ray.learner.update import UpdateReport
+from g2rpo_ray.learner.worker import Learner
+from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.rollout.group import RolloutGroup
+from tests.tiny import draw_groups, encode, equal_weights, tiny_config
+
+ROUNDING = 1e-5
+"""Relative error (Frobenius norm over all weights) that a float32 sum in another order makes."""
+MODES = {
+    "full": ["learner.update=per_iteration"],
+    "lora": ["learner.update=per_sde_step", "model.lora.rank=4", "learner.learning_rate=1e-3"],
+}
+
+State = dict[str, Tensor]
+
+
+class Rank(Learner):
+    """A rank that starts anew with other settings: a process takes seconds, an engine none."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        super().__init__(config, rank)
+        self._config_at_start = config
+
+    def restart(
+        self, overrides: list[str], address: str, port: int, checkpoint: Path | None
+    ) -> str:
+        ranks = self._config_at_start.learner.ranks
+        self.config = tiny_config(
+            Path(self._config_at_start.run_dir), f"learner.ranks={ranks}", *overrides
+        )
+        return self.start(address, port, checkpoint)
+
+    def state(self) -> State:
+        return self.engine.state()
+
+    def step_with_gradient(self, value: float) -> float:
+        """An optimizer step on a gradient that is ``value`` everywhere."""
+        embeds = PromptEmbeds(torch.zeros(10, 64), torch.zeros(64))
+        latents = torch.zeros(1, *self.engine.policy.shape.packed)
+        velocity = self.engine(latents, torch.ones(1), embeds)
+        self.engine.backward(velocity.sum() * value, last=True)
+        return self.engine.step()
+
+
+@dataclass
+class Ranks:
+    """Learner processes that form one process group, driven as LearnerGroup drives them."""
+
+    actors: list[ActorHandle]
+    meeting: tuple[str, int]
+    overrides: list[str] = field(default_factory=list)
+
+    def call(self, method: str, *arguments: object) -> list[Any]:
+        return ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=120)
+
+    def start(self, *overrides: str, checkpoint: Path | None = None) -> None:
+        self.call("restart", list(overrides), *self.meeting, checkpoint)
+
+    def update(self, groups: list[RolloutGroup]) -> list[UpdateReport]:
+        reports: list[UpdateReport] = self.call("update", [ray.put(group) for group in groups])
+        return reports
+
+    def state(self) -> State:
+        state: State = self.call("state")[0]
+        return state
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("run")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(ray_cluster: None, run_dir: Path) -> Iterator[dict[int, Ranks]]:  # noqa: ARG001
+    """A group of one rank and a group of two."""
+    groups = {}
+    for count in (1, 2):
+        config = tiny_config(run_dir, f"learner.ranks={count}")
+        actors = [ray.remote(Rank).options(num_cpus=0.5).remote(config, r) for r in range(count)]
+        groups[count] = Ranks(actors, ray.get(actors[0].free_address.remote()))
+    yield groups
+    for group in groups.values():
+        for actor in group.actors:
+            ray.kill(actor)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def groups(mode: str, run_dir: Path) -> list[RolloutGroup]:
+    """Four prompts' groups of two SDE steps."""
+    config = tiny_config(run_dir, *MODES[mode])
+    return draw_groups(config, encode(config))
+
+
+@pytest.fixture(scope="module")
+def expected(
+    mode: str, groups: list[RolloutGroup], ranks: dict[int, Ranks]
+) -> Mapping[int, tuple[State, list[float]]]:
+    """State and gradient norms after the first iteration by number of prompts: one rank, ZeRO 1."""
+    results = {}
+    for prompts in (3, 4):
+        ranks[1].start(*MODES[mode], "learner.zero_stage=1")
+        reports = ranks[1].update(groups[:prompts])
+        results[prompts] = (ranks[1].state(), reports[0].grad_norms)
+    return results
+
+
+def part(state: State, prefix: str) -> Tensor:
+    return torch.cat([state[name].flatten() for name in sorted(state) if name.startswith(prefix)])
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def start_and_update(
+    ranks: Ranks, mode: str, groups: list[RolloutGroup], *overrides: str
+) -> tuple[State, list[UpdateReport]]:
+    ranks.start(*MODES[mode], *overrides)
+    reports = ranks.update(groups)
+    return ranks.state(), reports
+
+
+# Three prompts on two ranks: one rank repeats a prompt, which must not count.
+@pytest.mark.parametrize("prompts", [3, 4])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_first_update_depends_on_neither_ranks_nor_zero_stage(
+    ranks: dict[int, Ranks],
+    mode: str,
+    groups: list[RolloutGroup],
+    expected: Mapping[int, tuple[State, list[float]]],
+    stage: int,
+    count: int,
+    prompts: int,
+) -> None:
+    state, reports = start_and_update(
+        ranks[count], mode, groups[:prompts], f"learner.zero_stage={stage}"
+    )
+    expected_state, grad_norms = expected[prompts]
+    for report in reports:
+        assert report.grad_norms == pytest.approx(grad_norms, rel=ROUNDING)
+    assert state.keys() == expected_state.keys()
+    for prefix in ("weight.", "exp_avg.", "exp_avg_sq."):
+        error = relative_error(part(state, prefix), part(expected_state, prefix))
+        assert error < ROUNDING, f"{prefix} differs by {error:.1e}"
+    records = sorted((r.group_id, r.position) for report in reports for r in report.records)
+    assert records == [(group, step) for group in range(prompts) for step in range(2)]
+    first = [r for report in reports for r in report.records if r.update == 0]
+    assert max(record.health.max_abs_log_ratio for record in first) < ROUNDING
+
+
+def test_an_update_changes_every_trained_tensor(
+    ranks: dict[int, Ranks], mode: str, expected: Mapping[int, tuple[State, list[float]]]
+) -> None:
+    ranks[1].start(*MODES[mode])
+    before, (after, grad_norms) = ranks[1].state(), expected[4]
+    unchanged = [n for n in before if n.startswith("weight.") and before[n].equal(after[n])]
+    assert unchanged == []
+    assert len(grad_norms) == (1 if "per_iteration" in MODES[mode][0] else 2)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_repeated_update_is_equal_to_the_bit(
+    ranks: dict[int, Ranks], mode: str, groups: list[RolloutGroup], count: int
+) -> None:
+    first, _ = start_and_update(ranks[count], mode, groups[:3])
+    second, _ = start_and_update(ranks[count], mode, groups[:3])
+    assert equal_weights(first, second)
+
+
+@pytest.mark.parametrize(("count", "stage"), [(1, 1), (1, 3), (2, 2), (2, 3)])
+def test_a_checkpoint_continues_to_the_bit_and_on_another_number_of_ranks(
+    ranks: dict[int, Ranks],
+    mode: str,
+    groups: list[RolloutGroup],
+    tmp_path: Path,
+    count: int,
+    stage: int,
+) -> None:
+    overrides = [*MODES[mode], f"learner.zero_stage={stage}"]
+    checkpoint = tmp_path / "run" / "checkpoints" / "iteration_000001"
+    at_save, reports = start_and_update(ranks[count], mode, groups[:2], *overrides[1:])
+    updates = len(reports[0].grad_norms)
+    ranks[count].call("save", checkpoint, CheckpointInfo(1, 1, updates, 1, 1.0, mode, 0))
+    ranks[count].update(groups[2:])
+    uninterrupted = ranks[count].state()
+
+    ranks[count].start(*overrides, checkpoint=checkpoint)
+    assert equal_weights(ranks[count].state(), at_save)
+    ranks[count].update(groups[2:])
+    assert equal_weights(ranks[count].state(), uninterrupted)
+
+    ranks[3 - count].start(*overrides, checkpoint=checkpoint)
+    ranks[3 - count].update(groups[2:])
+    other = ranks[3 - count].state()
+    error = relative_error(part(other, "weight."), part(uninterrupted, "weight."))
+    assert error < ROUNDING
+
+
+def test_bfloat16_continues_from_its_float32_weights(
+    ranks: dict[int, Ranks], run_dir: Path, tmp_path: Path
+) -> None:
+    overrides = ["model.dtype=bfloat16", "learner.learning_rate=1e-5"]
+    config = tiny_config(run_dir, *overrides)
+    groups = draw_groups(config, encode(config)[:2])
+    checkpoint = tmp_path / "run" / "checkpoints" / "iteration_000001"
+    ranks[1].start(*overrides)
+    ranks[1].update(groups)
+    ranks[1].call("save", checkpoint, CheckpointInfo(1, 1, 1, 1, 1.0, "full", 0))
+    ranks[1].update(groups)
+    uninterrupted = ranks[1].state()
+    assert not equal_weights(
+        {n: t.bfloat16().float() for n, t in uninterrupted.items()}, uninterrupted
+    )
+    ranks[1].start(*overrides, checkpoint=checkpoint)
+    ranks[1].update(groups)
+    assert equal_weights(ranks[1].state(), uninterrupted)
+
+
+@pytest.mark.parametrize(("count", "value"), [(1, float("inf")), (2, float("nan"))])
+def test_a_gradient_that_is_no_number_stops_the_run(
+    ranks: dict[int, Ranks], count: int, value: float
+) -> None:
+    ranks[count].start(*MODES["full"])
+    with pytest.raises(LearnerError) as caught:
+        ranks[count].call("step_with_gradient", value)
+    message = str(caught.value)
+    assert "the gradient norm of update 0 is" in message
+    assert "resume from the last checkpoint" in message
