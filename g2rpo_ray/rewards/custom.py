@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from torch import Tensor
 
 from g2rpo_ray.config import Section
@@ -38,7 +38,11 @@ class PythonScorer(RewardScorer):
                 f"python scorer {options.target!r} is no subclass of "
                 f"{RewardScorer.__module__}.RewardScorer"
             )
-        self._scorer = cls(cls.Options.model_validate(options.options), device)
+        try:
+            own_options = cls.Options.model_validate(options.options)
+        except ValidationError as error:
+            raise ScorerError(f"python scorer {options.target!r}: its options: {error}") from error
+        self._scorer = cls(own_options, device)
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         return self._scorer.score(pictures, prompts)

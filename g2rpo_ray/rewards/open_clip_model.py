@@ -87,7 +87,12 @@ def load_state_dict(checkpoint: Path) -> dict[str, Tensor]:
         if type(error).__name__ != "UnpicklingError":
             raise
         raise ScorerError(f"{checkpoint}: not a file of plain tensors: {error}") from error
-    state: dict[str, Tensor] = content.get("state_dict", content)
+    state = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise ScorerError(
+            f"{checkpoint}: expected tensors by name, bare or under 'state_dict', found "
+            f"{type(state).__name__}"
+        )
     return state
 
 

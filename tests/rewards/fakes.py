@@ -1,0 +1,64 @@
+"""A user's scorer that does what a prompt's first word tells it to."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.config import Section
+from g2rpo_ray.rewards.scorer import RewardScorer
+
+HANG_S = 2.0
+
+
+class ObedientScorer(RewardScorer):
+    """Scores the mean brightness, or fails in the way that is asked for."""
+
+    class Options(Section):
+        """Settings of the scorer."""
+
+        log: str
+        """File that gets a line for each call: number of pictures and the prompts in it."""
+
+    kind = "obedient"
+
+    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
+        assert isinstance(options, self.Options)
+        self._log = Path(options.log)
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        with self._log.open("a") as log:
+            print(len(pictures), *sorted(set(prompts)), sep="\t", file=log)
+        brightness = pictures.float().mean(dim=(1, 2, 3)) / 255
+        wishes = {prompt.partition(" ")[0] for prompt in prompts}
+        if "raise" in wishes:
+            raise ZeroDivisionError("the scorer's own bug")
+        if "once" in wishes and self._calls_of("once") == 1:
+            raise ConnectionError("only the first time")
+        if "hang" in wishes:
+            time.sleep(HANG_S)
+        if "nan" in wishes:
+            brightness[0] = torch.nan
+        if "infinite" in wishes:
+            brightness[-1] = torch.inf
+        if "shape" in wishes:
+            return brightness[:, None]
+        if "few" in wishes:
+            return brightness[1:]
+        if "type" in wishes:
+            return brightness.tolist()  # type: ignore[return-value]
+        if "double" in wishes:
+            return brightness.double()
+        return brightness
+
+    def _calls_of(self, word: str) -> int:
+        return sum(f"\t{word}" in line for line in self._log.read_text().splitlines())
+
+
+class NoScorer:
+    """Has the method, but is no RewardScorer."""
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002
+        return torch.zeros(len(pictures))

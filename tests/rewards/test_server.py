@@ -1,0 +1,196 @@
+"""Rewards through real Ray Serve deployments: a failed score is retried, named, and never a 0."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from g2rpo_ray.config import RewardSection
+from g2rpo_ray.rewards.client import InvalidRewardError, RewardClient
+from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rewards.server import reward_servers
+from tests.rewards.fakes import HANG_S
+
+PICTURES = torch.arange(4, dtype=torch.uint8)[:, None, None, None].expand(4, 8, 8, 3) * 60
+BRIGHTNESS = torch.tensor([0.0, 60.0, 120.0, 180.0]) / 255
+"""What the scorer gives when nothing is wrong."""
+RETRIES = 1
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Two deployments of the obedient scorer, and the lines that they write."""
+
+    client: RewardClient
+    logs: dict[str, Path]
+
+    def score(self, prompt: str, reward: str = "single") -> Tensor:
+        return self.client.submit(prompt, PICTURES, [reward]).result()[reward]
+
+    def calls(self, prompt: str, reward: str = "single") -> int:
+        lines = self.logs[reward].read_text().splitlines()
+        return sum(prompt in line.split("\t") for line in lines)
+
+    def with_settings(self, *, stop_on_invalid: bool = True, **changes: float) -> "Servers":
+        """The same servers, seen by a client with other settings."""
+        rewards = {
+            name: reward.model_copy(update=changes) for name, reward in self.client.rewards.items()
+        }
+        return Servers(RewardClient(self.client.handles, rewards, stop_on_invalid), self.logs)
+
+
+def obedient(log: Path, merge_requests: int) -> RewardSection:
+    return RewardSection(
+        kind="python",
+        options={
+            "target": "tests.rewards.fakes:ObedientScorer",
+            "options": {"log": str(log)},
+        },
+        cpus_per_replica=0.1,
+        batch_size=3,
+        merge_requests=merge_requests,
+        retries=RETRIES,
+        timeout_s=60.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:  # noqa: ARG001
+    folder = tmp_path_factory.mktemp("rewards")
+    logs = {name: folder / f"{name}.log" for name in ("single", "merging")}
+    rewards = {
+        "single": obedient(logs["single"], merge_requests=1),
+        "merging": obedient(logs["merging"], merge_requests=4),
+    }
+    with reward_servers("test", rewards, start_timeout_s=120, private_cluster=False) as handles:
+        yield Servers(RewardClient(handles, rewards, stop_on_invalid=True), logs)
+
+
+def test_scores_come_back_in_the_order_of_pictures(servers: Servers) -> None:
+    assert torch.allclose(servers.score("good"), BRIGHTNESS)
+
+
+def test_a_batch_is_cut_inside_a_request(servers: Servers) -> None:
+    servers.score("good cut")
+    lines = servers.logs["single"].read_text().splitlines()
+    assert [line for line in lines if "good cut" in line] == ["3\tgood cut", "1\tgood cut"]
+
+
+def test_any_float_type_becomes_float32(servers: Servers) -> None:
+    scores = servers.score("double")
+    assert scores.dtype == torch.float32
+    assert torch.allclose(scores, BRIGHTNESS)
+
+
+@pytest.mark.parametrize(
+    ("wish", "batches", "cause"),
+    [
+        ("raise", 1, "ZeroDivisionError: the scorer's own bug"),
+        ("nan", 2, "2 of 4 scores are NaN or infinite"),
+        ("infinite", 2, "2 of 4 scores are NaN or infinite"),
+        ("few", 2, "returned shape (2,) for 4 pictures; expected (4,)"),
+        ("shape", 2, "returned shape (4, 1) for 4 pictures; expected (4,)"),
+        ("type", 2, "TypeError"),
+    ],
+)
+def test_a_bad_answer_is_retried_and_then_stops_with_its_names(
+    servers: Servers, wish: str, batches: int, cause: str
+) -> None:
+    prompt = f"{wish} and stop"
+    with pytest.raises(InvalidRewardError) as caught:
+        servers.score(prompt)
+    message = str(caught.value)
+    assert f"reward 'single' has no usable score for prompt '{prompt}'" in message
+    assert f"after {RETRIES + 1} tries" in message
+    assert cause in message
+    assert servers.calls(prompt) == batches * (RETRIES + 1)
+
+
+@pytest.mark.parametrize("wish", ["raise", "nan", "few", "type"])
+def test_a_bad_answer_is_nan_with_its_words_where_the_run_goes_on(
+    servers: Servers, wish: str
+) -> None:
+    pending = servers.with_settings(stop_on_invalid=False).client.submit(
+        f"{wish} and go on", PICTURES, ["single"]
+    )
+    assert pending.failures == []
+    scores = pending.result()["single"]
+    assert scores.isnan().all()
+    assert scores.shape == (4,)
+    assert len(pending.failures) == 1
+    assert f"'{wish} and go on'" in pending.failures[0]
+
+
+def test_one_failed_reward_leaves_the_other_its_scores(servers: Servers) -> None:
+    client = servers.with_settings(stop_on_invalid=False).client
+    pending = client.submit("good for both", PICTURES, ["merging", "single"])
+    assert all(torch.allclose(scores, BRIGHTNESS) for scores in pending.result().values())
+    assert pending.failures == []
+
+
+def test_a_failure_that_passes_is_mended_by_the_retry(servers: Servers) -> None:
+    assert torch.allclose(servers.score("once is no custom"), BRIGHTNESS)
+    # The first batch failed, then both were scored.
+    assert servers.calls("once is no custom") == 3
+
+
+def test_no_retries_when_none_are_configured(servers: Servers) -> None:
+    with pytest.raises(InvalidRewardError, match="after 1 tries"):
+        servers.with_settings(retries=0).score("raise without retry")
+    assert servers.calls("raise without retry") == 1
+
+
+def test_good_requests_that_meet_a_bad_one_keep_their_scores(servers: Servers) -> None:
+    client = servers.with_settings(stop_on_invalid=False, retries=0).client
+    prompts = ["good a", "raise b", "good c", "few d", "good e", "nan f", "good g", "type h"]
+    # The first occupies the replica, so that the others meet.
+    submitted = [client.submit(p, PICTURES, ["merging"]) for p in ["hang first", *prompts]]
+    results = [pending.result()["merging"] for pending in submitted[1:]]
+    for prompt, scores in zip(prompts, results, strict=True):
+        if prompt.startswith("good"):
+            assert torch.allclose(scores, BRIGHTNESS), prompt
+        else:
+            assert scores.isnan().all(), prompt
+    lines = servers.logs["merging"].read_text().splitlines()
+    assert max(len(line.split("\t")) - 1 for line in lines) > 1, "no two requests met"
+
+
+def test_no_answer_in_time_is_named_with_the_setting(servers: Servers) -> None:
+    impatient = servers.with_settings(timeout_s=0.3, retries=0)
+    started_s = time.monotonic()
+    with pytest.raises(InvalidRewardError) as caught:
+        impatient.score("hang now")
+    assert time.monotonic() - started_s < HANG_S
+    assert "no answer within 0.3 s (rewards.single.timeout_s)" in str(caught.value)
+
+
+def test_an_answer_that_was_there_in_time_may_be_fetched_late(servers: Servers) -> None:
+    servers.score("good before")
+    pending = servers.with_settings(timeout_s=1.0, retries=0).client.submit(
+        "good but late", PICTURES, ["single"]
+    )
+    deadline = time.monotonic() + 60
+    while servers.calls("good but late") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.2)
+    assert torch.allclose(pending.result()["single"], BRIGHTNESS)
+
+
+def test_a_scorer_that_does_not_start_is_named_with_the_cause(servers: Servers) -> None:  # noqa: ARG001
+    target = "tests.rewards.fakes:NoScorer"
+    broken = RewardSection(kind="python", options={"target": target}, cpus_per_replica=0.1)
+    with pytest.raises(ScorerError) as caught:  # noqa: SIM117
+        with reward_servers("broken", {"mine": broken}, 120, private_cluster=False):
+            pytest.fail("the servers were yielded")
+    assert "reward 'mine' did not start" in str(caught.value)
+    assert f"python scorer '{target}' is no subclass" in str(caught.value)
+
+
+def test_taking_a_run_down_leaves_the_applications_of_others(servers: Servers) -> None:
+    """Runs after others were taken down: the module's own servers still answer."""
+    assert torch.allclose(servers.score("good at the end"), BRIGHTNESS)
