@@ -154,7 +154,8 @@ def whole_rollout(golden: Golden) -> Errors:
         spec["latent_height"], spec["latent_width"], spec["transformer_config"]["in_channels"]
     )
     policy = FluxPolicy(transformer.eval(), shape, spec["guidance"])
-    sigmas = static_shift_schedule(spec["steps"], spec["shift"])
+    # The engine's own arithmetic; the schedule module says why it is float32.
+    sigmas = static_shift_schedule(spec["steps"], spec["shift"], torch.float32)
     sampler = Sampler(policy, sigmas, BATCH_SIZE)
     embeds = PromptEmbeds(numbers["prompt_embeds"][0], numbers["pooled_prompt_embeds"][0])
 

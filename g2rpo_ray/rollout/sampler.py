@@ -74,7 +74,7 @@ class Sampler:
         """
         Args:
             policy: on its device.
-            sigmas: float64 ``[T + 1]``.
+            sigmas: ``[T + 1]``.
             batch_size: most evaluations in one pass of the network.
         """
         self.policy, self.sigmas, self.batch_size = policy, sigmas, batch_size

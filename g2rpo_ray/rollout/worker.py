@@ -79,10 +79,10 @@ class HeldoutPictures:
 
 
 def schedule_of(sampling: SamplingSection, steps: int, shape: LatentShape) -> Tensor:
-    """The configured schedule, float64 ``[steps + 1]``."""
+    """The configured schedule ``[steps + 1]``, computed in float32 as diffusers does."""
     if sampling.schedule == "dynamic":
-        return dynamic_shift_schedule(steps, shape.packed[0])
-    return static_shift_schedule(steps, sampling.shift)
+        return dynamic_shift_schedule(steps, shape.packed[0], dtype=torch.float32)
+    return static_shift_schedule(steps, sampling.shift, torch.float32)
 
 
 class RolloutWorker:

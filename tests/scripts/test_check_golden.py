@@ -1,0 +1,79 @@
+"""The maths and the rollout engine against tests/golden, through the script that users run."""
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_golden.py"
+SECTIONS = [
+    "schedules",
+    "sde steps",
+    "completion grids",
+    "evaluation counts",
+    "advantages",
+    "loss and gradient",
+    "whole rollout",
+]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_golden", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["check_golden"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_section_agrees(section: str, script: ModuleType, golden_dir: Path) -> None:
+    errors = list(script.SECTIONS[section](script.Golden.read(golden_dir)))
+    assert errors
+    assert max(errors) <= 1e-6
+
+
+def test_every_section_is_tested(script: ModuleType) -> None:
+    assert list(script.SECTIONS) == SECTIONS
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_rollout_agrees_for_any_batch_size(
+    batch_size: int, script: ModuleType, golden_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "BATCH_SIZE", batch_size)
+    assert max(script.whole_rollout(script.Golden.read(golden_dir))) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "section"),
+    [
+        ("math.safetensors", "sde.flow.7.mean", "sde steps"),
+        ("math.safetensors", "advantages.integrated", "advantages"),
+        ("math.safetensors", "loss.0.2.grad", "loss and gradient"),
+        ("rollout.safetensors", "completion_x0", "whole rollout"),
+    ],
+)
+def test_a_changed_number_is_found(
+    file: str, key: str, section: str, script: ModuleType, golden_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(golden_dir, tmp_path / "golden")
+    tensors = load_file(tmp_path / "golden" / file)
+    tensors[key].view(-1)[0] += 1e-2
+    save_file(tensors, tmp_path / "golden" / file)
+    report = script.check(tmp_path / "golden")
+    wrong = [name for name, row in report.items() if row["max_relative_error"] > script.TOLERANCE]
+    assert wrong == [section]
+
+
+def test_a_folder_that_is_not_one(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_golden.py", str(tmp_path / "nowhere")])
+    assert script.main() == 2
