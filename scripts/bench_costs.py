@@ -1,0 +1,530 @@
+#!/usr/bin/env python3
+"""Measures what ``g2rpo plan`` predicts from, and writes it as an entry of a table of costs.
+
+    python scripts/bench_costs.py --json costs.json            # one card, true-size FLUX.1-dev
+    python scripts/bench_costs.py --json costs.json --tiny     # one CPU core, the quickstart's size
+
+Networks have their true sizes and random weights, made on the device: no downloads. Each stage has
+its own process and time limit; one that fails or is too slow is named and left out, the rest goes
+on, and the file is written after every stage. Other cards' entries in the file stay as they are.
+"""
+
+import argparse
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import platform
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# Libraries ask for cards when they are imported; CUDA, once initialised, would not survive a fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import diffusers
+import torch
+from torch import Tensor
+
+from g2rpo_ray.config import LearnerSection, LoraSection, load_config, resolve_path
+from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.flux import FluxPolicy, LatentShape
+from g2rpo_ray.models.lora import add_lora
+from g2rpo_ray.models.vae import PictureDecoder
+from g2rpo_ray.models.weights import receipt, trainable_parameters
+from g2rpo_ray.plan.costs import (
+    CardCosts,
+    CostTable,
+    Measurement,
+    PassName,
+    Rate,
+    RateName,
+    load_costs,
+)
+from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
+from g2rpo_ray.plan.networks import (
+    FLUX1_DEV_TRANSFORMER,
+    FLUX1_DEV_VAE,
+    decode_operations,
+    evaluation_operations,
+    scorer_size,
+    transformer_on_meta,
+    vae_on_meta,
+)
+from g2rpo_ray.rewards.registry import make_scorer
+from g2rpo_ray.rewards.scorer import RewardScorer
+
+GIB = 2**30
+PROMPT = "a red circle left of a green triangle"
+
+
+@dataclass(frozen=True)
+class Card:
+    """What is measured on."""
+
+    name: str
+    memory_gib: float | None
+
+
+Found = tuple[PassName, Measurement] | tuple[RateName, Rate]
+Stage = Callable[[], Iterator[Found]] | Callable[[], Iterator[Card]]
+
+
+@dataclass(frozen=True)
+class World:
+    """What is measured: architectures, sizes and batches."""
+
+    device: torch.device
+    dtype: torch.dtype
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    side: int
+    """Height and width of a picture, pixels."""
+    text_tokens: int
+    batches: tuple[int, int]
+    """Of evaluations."""
+    decode_batches: tuple[int, int]
+    score_batches: tuple[int, int]
+    learners: dict[int | None, dict[bool, tuple[int, ...]]]
+    """LoRA rank (none: all weights) -> gradient checkpointing -> batches."""
+    matrix_side: int
+    optimizer_parameters: int
+    transfer_parameters: int
+    """About so many of the policy's parameters are moved to time the weights' way."""
+    scorers: dict[str, dict[str, Any]]
+    """Kind -> its options; a checkpoint of none asks for random weights."""
+    repeats: int
+
+    @property
+    def shape(self) -> LatentShape:
+        return LatentShape.of_picture(self.side, self.side, self.transformer["in_channels"])
+
+
+def true_size() -> World:
+    """FLUX.1-dev at 720 x 720 with 512 text tokens, bf16, and ViT-H-14 scorers, on the card."""
+    return World(
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        transformer=FLUX1_DEV_TRANSFORMER,
+        vae=FLUX1_DEV_VAE,
+        side=720,
+        text_tokens=512,
+        batches=(1, 8),
+        decode_batches=(1, 8),
+        score_batches=(8, 32),
+        # All weights first: DeepSpeed keeps a model alive after its stage.
+        learners={None: {True: (1, 4)}, 64: {True: (1, 4), False: (1,)}},
+        matrix_side=8192,
+        optimizer_parameters=10**9,
+        transfer_parameters=10**9,
+        scorers={
+            "hps": {"checkpoint": None, "architecture": "ViT-H-14"},
+            "clip": {"checkpoint": None, "architecture": "ViT-H-14"},
+        },
+        repeats=5,
+    )
+
+
+def tiny_size() -> World:
+    """The quickstart's networks and batches on one thread of the CPU, float32."""
+    config = load_config(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
+    folder = resolve_path(config.model.path)
+    request = config.sampling.members * len(config.g2rpo.granularities)
+    return World(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        transformer=json.loads((folder / "transformer" / "config.json").read_text()),
+        vae=json.loads((folder / "vae" / "config.json").read_text()),
+        side=config.sampling.height,
+        text_tokens=config.prompts.max_sequence_length,
+        batches=(1, config.rollout.batch_size),
+        decode_batches=(1, config.rollout.decode_batch_size),
+        score_batches=(request // 2, request),
+        learners={None: {False: (1, 8)}},
+        matrix_side=1024,
+        optimizer_parameters=10**6,
+        transfer_parameters=10**6,
+        scorers={kind: config.rewards[kind].options for kind in ("hps", "clip")},
+        repeats=15,
+    )
+
+
+class Bench:
+    """The stages of one world; each gives what it measured, by the table's names."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def stages(self) -> Iterator[tuple[str, float, Stage]]:
+        """(name, limit in seconds, what to do), the most wanted first."""
+        yield "matrix product", 30, self.matrix
+        yield "evaluation", 60, partial(self.evaluation, "evaluation")
+        yield "decode", 60, self.decode
+        for rank in self.world.learners:
+            name = "learner, all weights" if rank is None else f"learner, LoRA of rank {rank}"
+            yield name, 80, partial(self.learner, rank)
+        yield "optimizer", 30, self.optimizer
+        yield "weight transfer", 60, self.transfer
+        for kind in self.world.scorers:
+            yield f"score_{kind}", 80, partial(self.score, kind)
+        if self.world.device.type == "cuda":
+            yield "evaluation_compiled", 100, partial(self.evaluation, "evaluation_compiled")
+
+    def card(self) -> Iterator[Card]:
+        """What is measured on."""
+        if self.world.device.type == "cpu":
+            yield Card(f"one core, {_processor()}", None)
+        else:
+            memory_gib = torch.cuda.mem_get_info()[1] / GIB
+            yield Card(torch.cuda.get_device_name(), round(memory_gib, 1))
+
+    def matrix(self) -> Iterator[Found]:
+        """Rate of a large square product, to judge the card by."""
+        side = self.world.matrix_side
+        a, b = (
+            torch.randn(side, side, device=self.world.device).to(self.world.dtype) for _ in "ab"
+        )
+        seconds = self.median_s(lambda: a @ b)
+        yield "matrix", Rate(amount=2 * side**3, seconds=seconds)
+
+    @torch.no_grad()
+    def evaluation(self, name: PassName) -> Iterator[Found]:
+        """Velocity predictions as the rollout makes them."""
+        policy = self.policy()
+        if name == "evaluation_compiled":
+            policy.transformer.compile_repeated_blocks(fullgraph=True)
+        for batch in self.world.batches:
+            yield name, self.measure(batch, self.evaluation_tflop(), self.call(policy, batch))
+
+    def decode(self) -> Iterator[Found]:
+        """Latents to uint8 pictures on the CPU."""
+        world = self.world
+        vae = self.on_device(vae_on_meta(world.vae)).eval()
+        tflop = decode_operations(vae_on_meta(world.vae), world.side, world.side).tflop
+        for batch in world.decode_batches:
+            decoder = PictureDecoder(vae, world.shape, batch)
+            latents = torch.randn(batch, *world.shape.packed, device=world.device)
+            yield "decode", self.measure(batch, tflop, partial(decoder.decode, latents))
+
+    def learner(self, rank: int | None) -> Iterator[Found]:
+        """Forward and backward pass, accumulating gradients as between two optimizer steps."""
+        policy = self.policy()
+        if rank is None:
+            policy.requires_grad_(True)
+        else:
+            add_lora(policy.transformer, LoraSection(rank=rank, alpha=2.0 * rank), seed=0)
+        forward, backward = self.learner_calls(policy)
+        for checkpointing, batches in self.world.learners[rank].items():
+            name = learner_pass_name(rank is not None, checkpointing)
+            if checkpointing:
+                policy.transformer.enable_gradient_checkpointing()
+            else:
+                policy.transformer.disable_gradient_checkpointing()
+            tflop = LEARNER_FORWARDS[name] * self.evaluation_tflop()
+            for batch in batches:
+                predict = self.call(policy, batch, forward)
+                run = partial(_differentiate, predict, backward)
+                yield name, self.measure(batch, tflop, run)
+
+    def learner_calls(
+        self, policy: FluxPolicy
+    ) -> tuple[Callable[..., Tensor], Callable[[Tensor], None]]:
+        """How the network is called and differentiated: by DeepSpeed where its state fits."""
+        trained = sum(p.numel() for p in trainable_parameters(policy).values())
+        if self.world.device.type == "cuda" and trained > 10**9:
+            # fp32 master weights and moments of 12 B parameters need more than one card.
+            return policy, lambda loss: loss.backward()
+        from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
+
+        if not torch.distributed.is_initialized():
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            join_process_group(0, 1, "127.0.0.1", port, timeout_s=60)
+        engine = LearnerEngine(policy, LearnerSection())
+        return engine, partial(engine.backward, last=False)
+
+    def optimizer(self) -> Iterator[Found]:
+        """One AdamW step over fp32 weights, as a learner rank makes it on its shard."""
+        weights = torch.zeros(self.world.optimizer_parameters, device=self.world.device)
+        weights.requires_grad_(True).grad = torch.randn_like(weights)
+        optimizer = torch.optim.AdamW([weights], lr=1e-6)
+        optimizer.step()
+        before = self.allocated()
+        seconds = self.median_s(optimizer.step)
+        scratch = (self.peak() - before) / weights.numel()
+        note = f"AdamW took {scratch:.1f} B of scratch a parameter" if scratch else ""
+        yield "optimizer", Rate(amount=weights.numel(), seconds=seconds, note=note)
+
+    @torch.no_grad()
+    def transfer(self) -> Iterator[Found]:
+        """Weights from the learner's device through Ray's serialisation to another model's."""
+        source = dict(trainable_parameters(self.policy().requires_grad_(True)))
+        part: dict[str, Tensor] = {}
+        while sum(p.numel() for p in part.values()) < self.world.transfer_parameters and source:
+            name, parameter = source.popitem()
+            part[name] = parameter.detach()
+
+        def export() -> bytes:
+            # LearnerEngine.weights() and Learner.export_weights; then the object store pickles.
+            weights = {name: p.clone().cpu().clone() for name, p in part.items()}
+            receipt(1, weights)
+            return pickle.dumps(weights, protocol=5)
+
+        blob = export()
+
+        def receive() -> None:
+            # RolloutWorker.receive_weights.
+            for name, weights in pickle.loads(blob).items():
+                part[name].copy_(weights)
+            receipt(1, part)
+
+        amount = sum(p.numel() * p.element_size() for p in part.values())
+        yield "export", Rate(amount=amount, seconds=self.median_s(export, repeats=3))
+        yield "receive", Rate(amount=amount, seconds=self.median_s(receive, repeats=3))
+
+    def score(self, kind: str) -> Iterator[Found]:
+        """A request from uint8 pictures to scores, preprocessing included."""
+        options = dict(self.world.scorers[kind])
+        name: PassName = "score_hps" if kind == "hps" else "score_clip"
+        with tempfile.TemporaryDirectory() as folder:
+            if options.get("checkpoint", "own weights") is None:
+                options["checkpoint"] = str(Path(folder) / "random.pt")
+                self.write_random_scorer(options["architecture"], Path(options["checkpoint"]))
+            scorer = make_scorer(kind, options, self.world.device.type)
+        tflop = scorer_size(options["architecture"]).image.tflop
+        for batch in self.world.score_batches:
+            yield name, self.measure(batch, tflop, self.request(scorer, batch))
+
+    def request(self, scorer: RewardScorer, batch: int) -> Callable[[], object]:
+        """Scores a group's pictures; their prompt's features are cached, as in a run."""
+        pictures = torch.randint(0, 256, (batch, self.world.side, self.world.side, 3))
+        return partial(scorer.score, pictures.to(torch.uint8), [PROMPT] * batch)
+
+    def write_random_scorer(self, architecture: str, path: Path) -> None:
+        import open_clip
+
+        model = open_clip.create_model(
+            architecture, load_weights=False, device=str(self.world.device)
+        )
+        torch.save({"state_dict": model.cpu().state_dict()}, path)
+
+    def policy(self) -> FluxPolicy:
+        """A frozen policy with random weights."""
+        transformer = self.on_device(transformer_on_meta(self.world.transformer))
+        return FluxPolicy(transformer.eval().requires_grad_(False), self.world.shape, guidance=3.5)
+
+    def on_device(self, network: Any) -> Any:
+        """A network from the meta device, in the world's precision, with small random weights."""
+        network = network.to(self.world.dtype).to_empty(device=self.world.device)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.normal_(std=0.02)
+        return network
+
+    def call(
+        self, policy: FluxPolicy, batch: int, forward: Callable[..., Tensor] | None = None
+    ) -> Callable[[], Tensor]:
+        """The network on a batch of one prompt."""
+        world, config = self.world, policy.transformer.config
+        random = partial(torch.randn, device=world.device)
+        embeds = PromptEmbeds(
+            random(world.text_tokens, config.joint_attention_dim, dtype=world.dtype),
+            random(config.pooled_projection_dim, dtype=world.dtype),
+        )
+        sigma = torch.full((batch,), 0.5, device=world.device)
+        return partial(forward or policy, random(batch, *world.shape.packed), sigma, embeds)
+
+    def evaluation_tflop(self) -> float:
+        transformer = transformer_on_meta(self.world.transformer)
+        return evaluation_operations(transformer, self.world.shape, self.world.text_tokens).tflop
+
+    def measure(self, batch: int, sample_tflop: float, run: Callable[[], object]) -> Measurement:
+        """Median time and peak memory of ``run``, which computes a batch."""
+        run()
+        before = self.allocated()
+        seconds = self.median_s(run)
+        on_card = self.world.device.type == "cuda"
+        return Measurement(
+            batch=batch,
+            seconds=seconds,
+            tflop=batch * sample_tflop,
+            activations_gib=round((self.peak() - before) / GIB, 3) if on_card else None,
+        )
+
+    def median_s(self, run: Callable[[], object], repeats: int | None = None) -> float:
+        """Median seconds of ``run`` after one call to warm up; restarts the peak of memory."""
+        run()
+        self.synchronize()
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(repeats or self.world.repeats):
+            start_s = time.perf_counter()
+            run()
+            self.synchronize()
+            times.append(time.perf_counter() - start_s)
+        return median(times)
+
+    def synchronize(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def allocated(self) -> int:
+        self.synchronize()
+        return torch.cuda.memory_allocated() if self.world.device.type == "cuda" else 0
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() if self.world.device.type == "cuda" else 0
+
+
+def _differentiate(predict: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> None:
+    backward(predict().square().mean())
+
+
+def run_apart(limit_s: float, stage: Stage, receive: Callable[[Found | Card], None]) -> str:
+    """Run a stage in a process of its own: after a fault, a card is lost to the process.
+
+    Returns:
+        What went wrong, in words; empty if nothing did.
+    """
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_send_all, args=(stage, receiving, sending), daemon=True)
+    process.start()
+    sending.close()
+    deadline_s = time.monotonic() + limit_s
+    try:
+        while receiving.poll(max(0.0, deadline_s - time.monotonic())):
+            receive(receiving.recv())
+    except EOFError:
+        process.join()
+        return f"exit code {process.exitcode}" if process.exitcode else ""
+    process.kill()
+    process.join()
+    return f"took longer than {limit_s:g} s"
+
+
+def _send_all(stage: Stage, receiving: Connection, sending: Connection) -> None:
+    receiving.close()
+    for found in stage():
+        sending.send(found)
+
+
+@dataclass
+class Results:
+    """What was measured so far; written after every stage."""
+
+    world: World
+    path: Path
+    card: Card | None = None
+    passes: dict[str, list[Measurement]] = field(default_factory=dict)
+    rates: dict[str, Rate] = field(default_factory=dict)
+
+    def add(self, found: Found | Card) -> None:
+        """Keep and show a result."""
+        if isinstance(found, Card):
+            self.card = found
+            print(f"  {found.name}")
+            return
+        name, result = found
+        if isinstance(result, Rate):
+            self.rates[name] = result
+            print(f"  {name}: {result.amount / result.seconds:.4g} a second {result.note}")
+            return
+        self.passes.setdefault(name, []).append(result)
+        print(
+            f"  {name}, batch {result.batch}: {result.seconds * 1e3:.2f} ms, "
+            f"{result.seconds * 1e3 / result.batch:.2f} a sample, "
+            f"{result.tflop / result.seconds:.4g} TFLOP/s, "
+            f"activations {result.activations_gib or 0:.2f} GiB"
+        )
+
+    def write(self) -> None:
+        """Replace this card's entry in the table; the others are kept."""
+        assert self.card is not None
+        world, config = self.world, self.world.transformer
+        on_card = self.card.memory_gib is not None
+        entry = {
+            "card": self.card.name,
+            "memory_gib": self.card.memory_gib,
+            "date": datetime.now(UTC).date().isoformat(),
+            "versions": {
+                "torch": torch.__version__,
+                **{name: version(name) for name in ("diffusers", "deepspeed", "open_clip_torch")},
+            },
+            "command": "python scripts/bench_costs.py --json costs.json"
+            + ("" if on_card else " --tiny"),
+            "reference": {
+                "tokens": world.shape.packed[0] + world.text_tokens,
+                "width": config["num_attention_heads"] * config["attention_head_dim"],
+                "blocks": config["num_layers"] + config["num_single_layers"],
+                "pixels": world.side**2,
+                "dtype": str(world.dtype).removeprefix("torch."),
+            },
+            "passes": self.passes,
+            "rates": self.rates,
+        }
+        cards = load_costs(self.path).cards if self.path.exists() else {}
+        cards[_short_name(self.card)] = CardCosts.model_validate(entry)
+        table = CostTable(cards=cards).model_dump(mode="json", exclude_defaults=True)
+        self.path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _short_name(card: Card) -> str:
+    if card.memory_gib is None:
+        return "cpu-core"
+    return next((key for key in ("H100", "H200", "A100", "B200") if key in card.name), card.name)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def main() -> int:
+    """Returns 1 if a stage failed; the others' results are written all the same."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="table to write into")
+    parser.add_argument("--tiny", action="store_true", help="the quickstart's size, one CPU core")
+    options = parser.parse_args()
+    if options.tiny:
+        torch.set_num_threads(1)
+    diffusers.utils.logging.set_verbosity_error()
+
+    # Whoever watches a lent card must see how far it came, also through a pipe.
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+
+    world = tiny_size() if options.tiny else true_size()
+    bench, results = Bench(world), Results(world, options.json)
+    if run_apart(60, bench.card, results.add):
+        print("no CUDA card here; --tiny measures a CPU core")
+        return 1
+    failed = []
+    for name, limit_s, stage in bench.stages():
+        print(f"{name}:")
+        started_s = time.perf_counter()
+        problem = run_apart(limit_s, stage, results.add)
+        if problem:
+            failed.append(name)
+        print(f"  {problem or 'done'} ({time.perf_counter() - started_s:.1f} s)")
+        results.write()
+    print(f"failed: {', '.join(failed)}" if failed else "all stages done")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
