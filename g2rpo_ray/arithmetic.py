@@ -5,6 +5,11 @@ from g2rpo_ray.rollout.strategies import make_strategy
 
 
 def describe(config: Config) -> str:
+    """``arithmetic`` as lines to print."""
+    return "\n".join(f"{name:>15}  {text}" for name, text in arithmetic(config).items())
+
+
+def arithmetic(config: Config) -> dict[str, str]:
     """What the first iteration makes, and the whole run, in numbers."""
     sampling, prompts = config.sampling, config.sampling.prompts_per_iteration
     strategy = make_strategy(config)
@@ -18,7 +23,7 @@ def describe(config: Config) -> str:
         f"{name} (weight {reward.weight:g})" if reward.weight else f"{name} (evaluated only)"
         for name, reward in sorted(config.rewards.items())
     )
-    lines = {
+    return {
         "algorithm": f"{config.algorithm}, {sampling.steps} steps, {sampling.sde} SDE, "
         f"eta {sampling.eta:g}, {sampling.width}x{sampling.height}",
         "rewards": rewards,
@@ -31,4 +36,3 @@ def describe(config: Config) -> str:
         "learner passes": f"{prompts * counts.learner_passes} over {config.learner.ranks} rank(s)",
         "updates": f"{updates} ({config.learner.update})",
     }
-    return "\n".join(f"{name:>15}  {text}" for name, text in lines.items())

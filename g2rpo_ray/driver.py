@@ -14,6 +14,7 @@ from g2rpo_ray.launch import Roles, launch
 from g2rpo_ray.learner.checkpoint import checkpoint_folder
 from g2rpo_ray.models.loading import check_model_folder
 from g2rpo_ray.prompts.dataset import PromptOrder, evenly, read_config_prompts
+from g2rpo_ray.rollout.strategies import make_strategy
 from g2rpo_ray.run import (
     Run,
     changed_settings,
@@ -172,7 +173,8 @@ class TrainingLoop:
         """Write a checkpoint of the state of now."""
         with self.phase("checkpoint"):
             folder = checkpoint_folder(self.run_folder, self.state.iteration)
-            self.roles.learner.save(folder, self.state)
+            trained_steps = make_strategy(self.config).trained_steps(self.state.iteration)
+            self.roles.learner.save(folder, replace(self.state, trained_steps=trained_steps))
 
     def finish(self, heldout_prompts: list[tuple[int, str]]) -> None:
         """The last evaluation, summary.json, the table and the report."""

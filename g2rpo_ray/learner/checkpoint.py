@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -50,6 +50,8 @@ class CheckpointInfo:
     trained: str
     """Kind of trained weights, e.g. ``full`` or ``lora rank 16 alpha 32``."""
     seed: int
+    trained_steps: list[int] = field(default_factory=list)
+    """SDE steps of the iteration to come: where a sliding window stands."""
 
 
 def write_checkpoint(folder: Path, info: CheckpointInfo, state: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import yaml
 from PIL import Image
 
+from g2rpo_ray.arithmetic import arithmetic
+from g2rpo_ray.config import ConfigError, config_from_dict
 from g2rpo_ray.tracking.charts import Series, line_chart, stacked_bars
 from g2rpo_ray.tracking.formatting import NOTHING, format_change, format_score, format_seconds
 from g2rpo_ray.tracking.run_folder import HeldoutPictures, RunFolder, read_run_folder
@@ -328,7 +330,7 @@ def _by_iteration(run: RunFolder, name: str, iterations: Iterable[int]) -> list[
 
 
 def _how(run: RunFolder) -> str:
-    rows = dict(_arithmetic(run.config))
+    rows = {name.capitalize(): text for name, text in _arithmetic(run.config).items()}
     if "weights_checksum" in run.summary:
         rows["Checksum of the final weights"] = str(run.summary["weights_checksum"])
     versions = run.summary.get("versions", {})
@@ -350,34 +352,13 @@ def _how(run: RunFolder) -> str:
     )
 
 
-def _arithmetic(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """How many groups, pictures and updates an iteration has, and how they come about."""
-    sampling, g2rpo, learner = (config.get(key, {}) for key in ("sampling", "g2rpo", "learner"))
+def _arithmetic(settings: dict[str, Any]) -> dict[str, str]:
+    """What an iteration makes, in numbers; nothing where the settings are another version's."""
     try:
-        prompts, members = sampling["prompts_per_iteration"], sampling["members"]
-        steps, granularities = g2rpo["sde_steps"], g2rpo["granularities"]
-        size = f"{sampling['width']} × {sampling['height']}"
-        walk = f"{sampling['steps']} steps, guidance {sampling['guidance']}"
-        noise = f"{sampling['sde']} with eta {sampling['eta']}"
-        per_step = learner["update"] == "per_sde_step"
-        rate = learner["learning_rate"]
-    except (KeyError, TypeError):
+        return arithmetic(config_from_dict(settings, "config.yaml"))
+    except ConfigError:
         # Written by another version, or by hand: the settings below still say what was run.
-        return
-    groups = prompts * len(steps)
-    pictures = groups * members * len(granularities)
-    yield "Sampling", f"{size} pixels, {walk}; injected noise: {noise}"
-    yield (
-        "Groups of an iteration",
-        f"{prompts} prompts × {len(steps)} SDE steps ({', '.join(map(str, steps))}) = {groups}",
-    )
-    yield (
-        "Pictures of an iteration",
-        f"{groups} groups × {members} members × {len(granularities)} granularities "
-        f"({', '.join(map(str, granularities))}) = {pictures}",
-    )
-    updates = f"{len(steps)}, one per SDE step" if per_step else "1"
-    yield "Updates of an iteration", f"{updates}; AdamW, learning rate {rate:g}"
+        return {}
 
 
 def _section(title: str, lead: str, content: str) -> str:

@@ -28,14 +28,17 @@ CONFIG: dict[str, Any] = {
     "iterations": 40,
     "algorithm": "g2rpo",
     "model": {"path": "tiny_world:flux", "dtype": "float32"},
+    "prompts": {"train": "train.txt", "heldout": "heldout.txt"},
     "sampling": {
         "height": 64, "width": 64, "steps": 6, "shift": 3.0, "guidance": 3.5, "sde": "flow",
         "eta": 0.7, "members": 8, "prompts_per_iteration": 4,
     },
     "g2rpo": {"sde_steps": [0, 1, 2], "granularities": [1, 2]},
     "rewards": {
-        "clip": {"kind": "clip", "weight": 1.0},
-        "hps": {"kind": "hps", "weight": 1.0},
+        "clip": {
+            "kind": "clip", "weight": 1.0, "options": {"architecture": "local-dir:tiny_world:clip"}
+        },
+        "hps": {"kind": "hps", "weight": 1.0, "options": {"checkpoint": "HPS_tiny.pt"}},
         "oracle": {"kind": "oracle", "weight": 0.0},
     },
     "learner": {"update": "per_iteration", "learning_rate": 1e-4, "clip": 1e-4},
