@@ -1,0 +1,188 @@
+"""Whole runs of the command line: real local Ray, real Serve, real DeepSpeed, the tiny world.
+
+All of them run beside the Ray session of the tests, as beside one that somebody left running.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g2rpo_ray.config import Config, config_from_dict
+from g2rpo_ray.learner.checkpoint import list_checkpoints
+from g2rpo_ray.tracking.metrics import read_metrics
+from tests.integration.command import Command, train, wait_until
+from tests.tiny import tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+
+ITERATIONS = 3
+Start = Callable[..., Command]
+
+
+def config_of(run_dir: Path, *overrides: str, **rewards: dict[str, Any]) -> Config:
+    """One worker, one rank, one reward: as few processes as a run can have."""
+    tree = tiny_config(
+        run_dir,
+        f"iterations={ITERATIONS}",
+        "rollout.workers=1",
+        "learner.ranks=1",
+        "checkpoint.every=10",
+        *overrides,
+    ).model_dump()
+    tree["rewards"] = rewards or {"clip": tree["rewards"]["clip"]}
+    return config_from_dict(tree, source="test")
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Start]:
+    """Starts commands, and ends what is left of them."""
+    commands: list[Command] = []
+
+    def start_command(config: Config, *options: str) -> Command:
+        commands.append(train(config, *options))
+        return commands[-1]
+
+    yield start_command
+    for command in commands:
+        command.kill()
+
+
+@pytest.fixture(scope="module")
+def finished(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Folders of whole runs in one go, by number of rollout workers; both run at the same time."""
+    folder: Path = tmp_path_factory.mktemp("runs")
+    run_dirs = {workers: folder / f"workers_{workers}" for workers in (1, 2)}
+    commands = [
+        start(config_of(run_dir, f"rollout.workers={workers}"))
+        for workers, run_dir in run_dirs.items()
+    ]
+    for command in commands:
+        assert command.wait() == 0, command.text
+        assert command.left_over() == []
+    return run_dirs
+
+
+@pytest.fixture(scope="module")
+def reference(finished: dict[int, Path]) -> Path:
+    """Folder of the run with one worker."""
+    return finished[1]
+
+
+def results(run_dir: Path) -> list[dict[str, Any]]:
+    """The run's metrics without times and memory."""
+    kept = (
+        "iteration",
+        "kind",
+        "weight",
+        "reward/",
+        "advantage/",
+        "policy/",
+        "groups/",
+        "heldout/",
+    )
+    return [
+        {name: value for name, value in record.items() if name.startswith(kept)}
+        for record in read_metrics(run_dir)
+    ]
+
+
+def pictures(run_dir: Path) -> dict[str, bytes]:
+    folder = run_dir / "pictures" / "heldout"
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.*"))}
+
+
+def checksum(run_dir: Path) -> str:
+    return str(json.loads((run_dir / "summary.json").read_text())["weights_checksum"])
+
+
+def trained_iterations(run_dir: Path) -> int:
+    return sum(record["kind"] == "train" for record in read_metrics(run_dir))
+
+
+def test_a_run_leaves_what_it_promises(reference: Path) -> None:
+    names = {path.name for path in reference.iterdir()}
+    assert {
+        "config.yaml", "versions.json", "metrics.jsonl", "checkpoints", "pictures", "summary.json",
+        "report.html",
+    } <= names  # fmt: skip
+    summary = json.loads((reference / "summary.json").read_text())
+    assert summary["iterations"] == ITERATIONS
+    assert summary["heldout"].keys() == {"clip"}
+    assert summary["peak_rss_gib"] > 0
+    assert [path.name for path in list_checkpoints(reference)] == [f"iteration_{ITERATIONS:06d}"]
+    lines = [(record["kind"], record["iteration"]) for record in read_metrics(reference)]
+    assert lines == [("evaluation", 0), ("train", 1), ("train", 2), ("train", 3), ("evaluation", 3)]
+    first = read_metrics(reference)[1]
+    assert first["policy/first_max_abs_log_ratio"] < 1e-5
+    assert first["policy/grad_norm"] > 0
+
+
+def test_two_workers_give_the_same_bits_as_one(finished: dict[int, Path]) -> None:
+    assert results(finished[2]) == results(finished[1])
+    assert pictures(finished[2]) == pictures(finished[1])
+    assert checksum(finished[2]) == checksum(finished[1])
+
+
+def test_ctrl_c_saves_leaves_no_process_and_resume_ends_as_if_nothing_had_been(
+    reference: Path, start: Start, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    stopped = start(config_of(run_dir))
+    wait_until(
+        lambda: trained_iterations(run_dir) > 0 or stopped.process.poll() is not None,
+        "the first iteration",
+    )
+    stopped.interrupt()
+    assert stopped.wait() == 130, stopped.text
+    assert stopped.left_over() == []
+    assert "--resume auto continues from there" in stopped.text
+    assert "Traceback" not in stopped.text
+    done = trained_iterations(run_dir)
+    assert done < ITERATIONS
+    assert [path.name for path in list_checkpoints(run_dir)] == [f"iteration_{done:06d}"]
+    assert (run_dir / "report.html").exists()
+
+    resumed = start(config_of(run_dir), "--resume", "auto")
+    assert resumed.wait() == 0, resumed.text
+    assert results(run_dir) == results(reference)
+    assert pictures(run_dir) == pictures(reference)
+    assert checksum(run_dir) == checksum(reference)
+
+
+def test_more_workers_than_cpus_is_said_at_once(start: Start, tmp_path: Path) -> None:
+    started_s = time.monotonic()
+    command = start(config_of(tmp_path / "run", "rollout.workers=500"))
+    assert command.wait() == 2, command.text
+    assert time.monotonic() - started_s < 60
+    assert "the run wants 250.35 CPU and the cluster has" in command.text
+    assert "rollout.workers=500 asks for 250" in command.text
+    assert "learner.ranks=1 asks for 0.25" in command.text
+    assert "Traceback" not in command.text
+    assert command.left_over() == []
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_name(start: Start, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("raise a red circle left of a blue square\n")
+    scorer = {
+        "kind": "python",
+        "options": {
+            "target": "tests.rewards.fakes:ObedientScorer",
+            "options": {"log": str(tmp_path / "calls.log")},
+        },
+        "cpus_per_replica": 0.1,
+        "retries": 1,
+    }
+    config = config_of(tmp_path / "run", f"prompts.train={prompts}", obedient=scorer)
+    command = start(config)
+    assert command.wait() == 1, command.text
+    message = command.text[command.text.index("g2rpo: ") :]
+    assert "reward 'obedient' has no usable score" in message
+    assert "'raise a red circle" in message
+    assert "ZeroDivisionError: the scorer's own bug" in message
+    assert "Traceback" not in message
+    assert command.left_over() == []
