@@ -1,13 +1,23 @@
 """The command line: exit codes, messages on stderr, and a dry run that starts nothing."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import ray
 
 from g2rpo_ray.cli import main
 from g2rpo_ray.config import load_config
+from g2rpo_ray.run import open_run
 from tests.tiny import QUICKSTART
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", init)
 
 
 def train(*arguments: str) -> int:
@@ -35,7 +45,15 @@ def test_bad_input_is_exit_code_2_and_one_message_before_ray_starts(
     assert named in printed
     assert "Traceback" not in printed
     assert not run_dir.exists()
-    assert not ray.is_initialized()
+
+
+def test_a_folder_that_has_a_run_says_what_resume_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override = f"run_dir={tmp_path / 'run'}"
+    open_run(load_config(QUICKSTART, [override]), "none")
+    assert train(override) == 2
+    assert "already has a run: --resume auto continues it" in capsys.readouterr().err
 
 
 def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +78,7 @@ def test_dry_run_prints_the_arithmetic_and_writes_the_settings(
     printed = capsys.readouterr().out
     lines = dict(line.strip().split("  ", 1) for line in printed.splitlines() if "  " in line)
     assert lines["prompts"] == "3 an iteration, 21 in all"
-    assert lines["groups"] == "9 of 5 branches"
+    assert lines["groups"] == "9 of 5 members"
     # 3 prompts x 3 steps x 5 members x 2 granularities.
     assert lines["pictures"] == "90 decoded and scored"
     assert lines["updates"] == "3 (per_sde_step)"
@@ -70,7 +88,6 @@ def test_dry_run_prints_the_arithmetic_and_writes_the_settings(
     assert load_config(run_dir / "resolved.yaml") == load_config(
         QUICKSTART, [f"run_dir={run_dir}", *overrides]
     )
-    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

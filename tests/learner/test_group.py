@@ -1,0 +1,57 @@
+"""LearnerGroup: what its ranks cannot do is said in the learner's own words."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from g2rpo_ray.learner.checkpoint import (
+    WEIGHTS_FILE,
+    CheckpointError,
+    CheckpointInfo,
+    write_checkpoint,
+)
+from g2rpo_ray.learner.engine import LearnerError
+from g2rpo_ray.learner.group import LearnerGroup
+from tests.tiny import tiny_config
+
+
+@pytest.fixture(scope="module")
+def placement(ray_cluster: None) -> Iterator[PlacementGroup]:  # noqa: ARG001
+    group = placement_group([{"CPU": 0.25}] * 2)
+    assert group.wait(60)
+    yield group
+    remove_placement_group(group)
+
+
+def test_a_damaged_checkpoint_is_named_and_ends_the_start(
+    placement: PlacementGroup, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "iteration_000001"
+    state = {"weight.a": torch.ones(2), "exp_avg.a": torch.ones(2), "exp_avg_sq.a": torch.ones(2)}
+    write_checkpoint(checkpoint, CheckpointInfo(1, 1, 1, 1, 1.0, "full", 0), state)
+    file = checkpoint / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError) as caught:
+        LearnerGroup(tiny_config(tmp_path / "run", "learner.ranks=1"), placement, 0, checkpoint)
+    assert f"{file}: damaged" in str(caught.value)
+
+
+def test_a_rank_that_died_or_does_not_answer_is_named_with_what_it_did(
+    placement: PlacementGroup, tmp_path: Path
+) -> None:
+    group = LearnerGroup(
+        tiny_config(tmp_path / "run", "learner.ranks=1"), placement, 1, checkpoint=None
+    )
+    assert "parameters in" in group.coverage
+    group._timeout_s = 0.0
+    with pytest.raises(LearnerError) as caught:
+        group.checksum()
+    assert "'checksum' did not end within 0 s (learner.timeout_s)" in str(caught.value)
+    group._timeout_s = 60.0
+    ray.kill(group.ranks[0])
+    with pytest.raises(LearnerError, match="a rank died during 'checksum'"):
+        group.checksum()
