@@ -219,6 +219,8 @@ class Bench:
 
     def learner(self, rank: int | None) -> Iterator[Found]:
         """Forward and backward pass, accumulating gradients as between two optimizer steps."""
+        # With cuDNN's attention (torch 2.11, H100) these passes end in an illegal memory access.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         policy = self.policy()
         if rank is None:
             policy.requires_grad_(True)

@@ -1,0 +1,1 @@
+"""What a run will cost, before anything is spent: counts, memory, seconds, and the best split."""

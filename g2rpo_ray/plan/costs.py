@@ -1,0 +1,172 @@
+"""The table of measured costs (``costs.json``) that predictions are made from.
+
+Every number in it was measured by ``scripts/bench_costs.py`` or says where it comes from.
+"""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from g2rpo_ray.config import Section
+from g2rpo_ray.errors import InputError
+
+PassName = Literal[
+    "evaluation",
+    "evaluation_compiled",
+    "decode",
+    "learner_lora",
+    "learner_lora_checkpointing",
+    "learner_full",
+    "learner_full_checkpointing",
+    "score_hps",
+    "score_clip",
+]
+"""``evaluation_compiled`` is for comparison only: the rollout does not compile."""
+
+RateName = Literal["matrix", "optimizer", "export", "receive", "link"]
+"""matrix: FLOP of a large product; optimizer: parameters through AdamW; export and receive: bytes
+of weights out of the learner and into a rollout worker; link: bytes between two cards."""
+
+
+class CostsError(InputError):
+    """The table of costs cannot be used; the message says where, what, and what is allowed."""
+
+
+class Measurement(Section):
+    """One pass of a network over one batch."""
+
+    batch: int = Field(ge=1)
+    """Samples in the pass."""
+    seconds: float = Field(gt=0)
+    """Median time of the pass."""
+    tflop: float = Field(gt=0)
+    """Operations of the whole pass, counted; of the image tower alone for a scorer."""
+    activations_gib: float | None = Field(None, ge=0)
+    """Peak device memory during the pass beyond weights and gradients; none on a CPU."""
+
+
+class Rate(Section):
+    """Something that takes time in proportion to its amount."""
+
+    amount: float = Field(gt=0)
+    seconds: float = Field(gt=0)
+    note: str = ""
+    """Where the number comes from, if not from the entry's own command."""
+
+    def time_s(self, amount: float) -> float:
+        return self.seconds * amount / self.amount
+
+
+class Reference(Section):
+    """The policy that was measured; activations of another one are scaled from it."""
+
+    tokens: int = Field(ge=1)
+    """Image and text tokens."""
+    width: int = Field(ge=1)
+    """Channels of the hidden states."""
+    blocks: int = Field(ge=1)
+    pixels: int = Field(ge=1)
+    dtype: str
+    """What it computed in."""
+
+
+class PassCost(Section):
+    """Seconds of a pass: ``fixed_s`` + batch x TFLOP of a sample x ``s_per_tflop``."""
+
+    fixed_s: float
+    s_per_tflop: float
+
+    def time_s(self, passes: float, tflop: float) -> float:
+        """Of so many passes that together take so many operations."""
+        return passes * self.fixed_s + tflop * self.s_per_tflop
+
+
+class CardCosts(Section):
+    """Everything measured on one kind of card (or on one CPU core)."""
+
+    card: str
+    """As PyTorch names it."""
+    memory_gib: float | None = Field(None, gt=0)
+    """Memory of the card that a process can use; none for a CPU core."""
+    date: str
+    versions: dict[str, str]
+    command: str
+    """What measured the entry."""
+    notes: list[str] = Field(default_factory=list)
+    """What else must be known of how it was measured."""
+    reference: Reference
+    passes: dict[PassName, list[Measurement]]
+    rates: dict[RateName, Rate]
+
+    def pass_cost(self, name: PassName) -> PassCost:
+        """A line through the smallest and the largest batch that were measured.
+
+        Raises:
+            CostsError: the pass was not measured.
+        """
+        points = sorted(self.measured(name), key=lambda point: point.batch)
+        small, large = points[0], points[-1]
+        if large.batch == small.batch:
+            return PassCost(fixed_s=0.0, s_per_tflop=large.seconds / large.tflop)
+        slope = (large.seconds - small.seconds) / (large.tflop - small.tflop)
+        fixed_s = small.seconds - slope * small.tflop
+        if slope <= 0 or fixed_s < 0:
+            # Noise, or a small batch that is the more efficient one: then time is operations.
+            return PassCost(fixed_s=0.0, s_per_tflop=large.seconds / large.tflop)
+        return PassCost(fixed_s=fixed_s, s_per_tflop=slope)
+
+    def measured(self, name: PassName) -> list[Measurement]:
+        """Raises CostsError where the pass was not measured."""
+        if not self.passes.get(name):
+            raise CostsError(
+                f"the table of costs has no {name!r} for {self.card}; measure it with "
+                "scripts/bench_costs.py"
+            )
+        return self.passes[name]
+
+    def rate(self, name: RateName) -> Rate:
+        """Raises CostsError where it was not measured."""
+        if name not in self.rates:
+            raise CostsError(
+                f"the table of costs has no rate {name!r} for {self.card}; measure it with "
+                "scripts/bench_costs.py"
+            )
+        return self.rates[name]
+
+
+class CostTable(Section):
+    """Entries by the short name of a card, as ``--card`` takes it."""
+
+    cards: dict[str, CardCosts]
+
+    def of(self, card: str) -> CardCosts:
+        """Raises CostsError for a card that was not measured."""
+        if card not in self.cards:
+            raise CostsError(
+                f"no measured costs for card {card!r}; known are {', '.join(sorted(self.cards))} "
+                "(scripts/bench_costs.py measures another one)"
+            )
+        return self.cards[card]
+
+
+def load_costs(path: Path | None = None) -> CostTable:
+    """Read a table; without a path the one of this package.
+
+    Raises:
+        CostsError: the file is missing, not JSON, or not a table of costs.
+    """
+    source = files("g2rpo_ray.plan") / "costs.json" if path is None else path
+    try:
+        tree = json.loads(source.read_text(encoding="utf-8"))
+        return CostTable.model_validate(tree)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CostsError(f"--costs {source}: cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise CostsError(f"--costs {source}: not JSON: {error}") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise CostsError(f"--costs {source}: {key}: {problem['msg']}") from error

@@ -1,0 +1,290 @@
+"""Seconds of an iteration by phase, for every split of the cards, and the split to take.
+
+The driver is synchronous: it generates, then learns, then syncs; the phases add up. Rewards are
+counted with ``min_replicas``: Ray Serve adds more only where cards have room.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from g2rpo_ray.algorithm.granularity import RolloutCounts
+from g2rpo_ray.config import Config, RewardSection
+from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, PassCost
+from g2rpo_ray.plan.memory import (
+    BYTES,
+    LEARNER_FORWARDS,
+    RoleMemory,
+    learner_memory,
+    learner_pass_name,
+    rollout_memory,
+    scorer_memory,
+    scorer_pass_name,
+)
+from g2rpo_ray.plan.networks import PolicySize, ScorerSize, policy_size, scorer_size
+from g2rpo_ray.plan.packing import pack
+from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rollout.strategies import make_strategy
+from g2rpo_ray.rollout.strategies.member_walks import MemberWalksStrategy
+
+CPU = "cpu-core"
+OPEN_CLIP_KINDS = ("hps", "clip")
+
+
+@dataclass(frozen=True)
+class PromptWork:
+    """What one prompt asks of the networks."""
+
+    counts: RolloutCounts
+    evaluation_passes: int
+    """Batches that the evaluations come in."""
+    requests: int
+    """Requests to each reward."""
+    learner_batches: int
+    """Forward and backward passes, each over up to ``learner_rows`` latents."""
+    learner_rows: int
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of one iteration."""
+
+    generate_s: float
+    learn_s: float
+    sync_s: float
+
+    @property
+    def iteration_s(self) -> float:
+        return self.generate_s + self.learn_s + self.sync_s
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to share out the cards."""
+
+    workers: int
+    ranks: int
+    phases: Phases
+    missing_gib: dict[str, float]
+    """Role on the fullest card -> how much is missing there; empty where all fits."""
+
+    @property
+    def overrides(self) -> str:
+        return f"rollout.workers={self.workers} learner.ranks={self.ranks}"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward with what is known of its model."""
+
+    settings: RewardSection
+    size: ScorerSize | None
+    """None for a scorer that is not an open_clip model, or whose model is not there yet."""
+    costs: CardCosts
+
+
+class Predictor:
+    """Predicts one configuration on one kind of card."""
+
+    def __init__(self, config: Config, table: CostTable, card: str) -> None:
+        """
+        Raises:
+            CostsError: the card, or a pass that the configuration needs, was not measured.
+        """
+        self.config, self.card = config, card
+        self.costs = table.of(card)
+        self.size: PolicySize = policy_size(config)
+        self.notes: list[str] = [f"policy: {self.size.source}"]
+        if self.config.model.dtype != self.costs.reference.dtype:
+            self.notes.append(
+                f"costs of {card} were measured in {self.costs.reference.dtype}, the run computes "
+                f"in {config.model.dtype}: times are not comparable"
+            )
+        self.rewards = {name: self._reward(name, table) for name in sorted(config.rewards)}
+
+    @cached_property
+    def work(self) -> PromptWork:
+        """Of a prompt of the first iteration."""
+        strategy = make_strategy(self.config)
+        counts = strategy.counts(0)
+        batch, members = self.config.rollout.batch_size, self.config.sampling.members
+        if isinstance(strategy, MemberWalksStrategy):
+            # All members walk in step; before the first stochastic step they may be one latent.
+            batches = math.ceil(members / batch)
+            visited = list(strategy.indices(0))
+            shared = strategy.shared_initial_noise
+            alike = visited.index(strategy.sde_steps(0)[0]) if shared else 0
+            passes = alike + batches * (len(visited) - 1 - alike)
+            return PromptWork(counts, passes, 1, counts.groups * batches, min(batch, members))
+        # The anchor alone, then one queue of completions in full batches.
+        anchor = self.config.sampling.steps
+        passes = anchor + math.ceil((counts.evaluations - anchor) / batch)
+        return PromptWork(counts, passes, counts.groups, counts.groups, 1)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of an iteration."""
+        per_step = self.config.learner.update == "per_sde_step"
+        return self.work.counts.groups if per_step else 1
+
+    def splits(self, cards: int) -> list[Split]:
+        """Every number of ranks that leaves room for a worker, each with all workers that fit."""
+        found = []
+        for ranks in range(1, self._most(self.config.learner.gpus_per_rank, cards) + 1):
+            most_workers = self._most(self.config.rollout.gpus_per_worker, cards)
+            for workers in range(most_workers, 0, -1):
+                if len(self._placed(workers, ranks)) == cards:
+                    found.append(self.split(workers, ranks))
+                    break
+        return found
+
+    def split(self, workers: int, ranks: int) -> Split:
+        """Time and memory of one split."""
+        phases = Phases(self.generate_s(workers), self.learn_s(ranks), self.sync_s())
+        return Split(workers, ranks, phases, self._missing(workers, ranks))
+
+    def configured_cards(self) -> int:
+        """Cards that the configuration's own split takes; 0 for a run on CPUs."""
+        return len(self._placed(self.config.rollout.workers, self.config.learner.ranks))
+
+    def generate_s(self, workers: int) -> float:
+        """Drawing, decoding and scoring; scoring runs beside the rest, but for the last request."""
+        config, work, costs = self.config, self.work, self.costs
+        counts = work.counts
+        evaluation, decode = costs.pass_cost("evaluation"), costs.pass_cost("decode")
+        in_request = counts.pictures / work.requests
+        decode_passes = work.requests * math.ceil(in_request / config.rollout.decode_batch_size)
+        drawing_s = evaluation.time_s(
+            work.evaluation_passes, counts.evaluations * self.size.evaluation.tflop
+        ) + decode.time_s(decode_passes, counts.pictures * self.size.decode.tflop)
+        prompts = config.sampling.prompts_per_iteration
+        rounds = math.ceil(prompts / workers)
+        requests = {
+            name: (reward.settings, self._request_s(reward, in_request))
+            for name, reward in self.rewards.items()
+            if reward.settings.weight > 0
+        }
+        if costs.memory_gib is None:
+            # One pool of cores: what the scorers compute, the workers wait for.
+            scoring_s = work.requests * sum(seconds for _, seconds in requests.values())
+            return rounds * (drawing_s + scoring_s)
+        busiest_s = max(
+            prompts * work.requests * seconds / settings.min_replicas
+            for settings, seconds in requests.values()
+        )
+        last_s = max(seconds for _, seconds in requests.values())
+        return max(rounds * drawing_s, busiest_s) + last_s
+
+    def learn_s(self, ranks: int) -> float:
+        """Passes, communication of ZeRO and optimizer steps of the busiest rank."""
+        config, work, costs = self.config, self.work, self.costs
+        prompts = math.ceil(config.sampling.prompts_per_iteration / ranks)
+        passes, latents = prompts * work.learner_batches, prompts * work.counts.learner_passes
+        cost, forwards = self._learner_cost()
+        forward_tflop = latents * self.size.evaluation.tflop
+        seconds = cost.time_s(passes, forwards * forward_tflop)
+        extra_forwards = (config.learner.kl_weight > 0) + (config.learner.old_log_prob == "learner")
+        evaluation = costs.pass_cost("evaluation")
+        seconds += extra_forwards * evaluation.time_s(passes, forward_tflop)
+        shard = self.size.trained_parameters / ranks
+        seconds += self.updates * costs.rate("optimizer").time_s(shard)
+        if ranks > 1 and "link" in costs.rates:
+            share = (ranks - 1) / ranks
+            seconds += costs.rate("link").time_s(share * self._learner_traffic(passes))
+        return seconds
+
+    def sync_s(self) -> float:
+        """Weights out of rank 0, through the object store, into all workers at once."""
+        size = self.size.trained_parameters * BYTES[self.config.model.dtype]
+        return self.costs.rate("export").time_s(size) + self.costs.rate("receive").time_s(size)
+
+    def memory(self, ranks: int) -> dict[str, RoleMemory]:
+        """By role; a reward that is not known is left out."""
+        roles = {
+            "rollout worker": rollout_memory(self.config, self.size, self.costs),
+            "learner rank": learner_memory(
+                self.config, self.size, self.costs, ranks, self.work.learner_rows
+            ),
+        }
+        for name, reward in self.rewards.items():
+            if reward.size is not None:
+                roles[f"reward {name}"] = scorer_memory(reward.settings, reward.size, reward.costs)
+        return roles
+
+    def _reward(self, name: str, table: CostTable) -> Reward:
+        settings = self.config.rewards[name]
+        costs = self.costs if settings.gpus_per_replica > 0 else table.of(CPU)
+        if settings.kind not in OPEN_CLIP_KINDS:
+            if settings.weight > 0:
+                self.notes.append(
+                    f"reward {name}: costs of kind {settings.kind!r} are not known, counted as 0"
+                )
+            return Reward(settings, None, costs)
+        architecture = settings.options.get("architecture", "ViT-H-14")
+        try:
+            return Reward(settings, scorer_size(architecture), costs)
+        except ScorerError:
+            self.notes.append(f"reward {name}: {architecture} is not there yet, taken as ViT-H-14")
+            return Reward(settings, scorer_size("ViT-H-14"), costs)
+
+    def _request_s(self, reward: Reward, pictures: float) -> float:
+        if reward.size is None:
+            return 0.0
+        passes = math.ceil(pictures / reward.settings.batch_size)
+        cost = reward.costs.pass_cost(scorer_pass_name(reward.settings.kind))
+        return cost.time_s(passes, pictures * reward.size.image.tflop)
+
+    def _learner_cost(self) -> tuple[PassCost, int]:
+        """Of the run's kind of pass, or of another kind that was measured: operations compare."""
+        name = learner_pass_name(
+            self.config.model.lora is not None, self.config.model.gradient_checkpointing
+        )
+        measured = next((n for n in (name, *LEARNER_FORWARDS) if self.costs.passes.get(n)), None)
+        if measured is None:
+            raise CostsError(f"the table of costs has no pass of a learner for {self.card}")
+        return self.costs.pass_cost(measured), LEARNER_FORWARDS[name]
+
+    def _learner_traffic(self, passes: int) -> float:
+        """Bytes that a rank exchanges in an iteration, overlapping with nothing."""
+        size, width = self.size, BYTES[self.config.model.dtype]
+        gradients = size.trained_parameters * width
+        if self.config.learner.zero_stage == 1:
+            # Reduced and gathered once an update.
+            return self.updates * 2 * gradients
+        if self.config.learner.zero_stage == 2:
+            # Every pass reduces its gradients; an update gathers the new weights.
+            return passes * gradients + self.updates * gradients
+        weights = (size.parameters + size.trained_parameters * bool(self.config.model.lora)) * width
+        # Weights are gathered for the forward and for the backward pass.
+        return passes * (2 * weights + gradients)
+
+    def _placed(self, workers: int, ranks: int) -> list[list[str]]:
+        """Roles on every card."""
+        config = self.config
+        shares = [("rollout worker", config.rollout.gpus_per_worker)] * workers
+        shares += [("learner rank", config.learner.gpus_per_rank)] * ranks
+        for name, reward in config.rewards.items():
+            shares += [(f"reward {name}", reward.gpus_per_replica)] * reward.min_replicas
+        return pack(shares)
+
+    def _missing(self, workers: int, ranks: int) -> dict[str, float]:
+        capacity = self.costs.memory_gib
+        if capacity is None:
+            return {}
+        memory = self.memory(ranks)
+        missing: dict[str, float] = {}
+        for roles in self._placed(workers, ranks):
+            wanted = sum(memory[role].total_gib for role in roles if role in memory)
+            if wanted > capacity:
+                missing[" + ".join(roles)] = wanted - capacity
+        return missing
+
+    @staticmethod
+    def _most(share: float, cards: int) -> int:
+        return int(cards / share + 1e-9) if share > 0 else 0
+
+
+def recommend(splits: list[Split]) -> Split | None:
+    """The fastest split that fits; of equal ones the one with fewer ranks."""
+    fitting = [split for split in splits if not split.missing_gib]
+    return min(fitting, key=lambda s: (s.phases.iteration_s, s.ranks), default=None)

@@ -1,0 +1,180 @@
+"""``g2rpo plan``: splits, recommendation, predicted against measured time, and bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+
+from g2rpo_ray.cli import main
+from g2rpo_ray.config import load_config
+from g2rpo_ray.plan.costs import CardCosts, CostsError, load_costs
+from g2rpo_ray.plan.prediction import CPU, Predictor
+from g2rpo_ray.plan.report import Plan, make_plan
+from g2rpo_ray.rollout.worker import RolloutWorker
+from tests.plan.test_networks import PAPER
+from tests.tiny import QUICKSTART, Redness, encode
+
+FACTOR = 6
+"""Predictions for a CPU core may be off by so much on another, busy machine."""
+
+
+def paper_plan(*overrides: str, gpus: int | None = 16) -> Plan:
+    return make_plan(load_config(PAPER, overrides), load_costs(), gpus, "H100")
+
+
+@pytest.mark.parametrize("path", sorted(QUICKSTART.parent.glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_configuration_has_a_plan(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "plan.json"
+    assert main(["plan", str(path), "--json", str(written)]) == 0
+    printed = capsys.readouterr().out
+    plan = json.loads(written.read_text())
+    assert f"recommended: {plan['recommended']['overrides']}" in printed
+    assert plan["recommended"]["iteration_s"] > 0
+    assert not plan["configured"]["missing_gib"]
+    assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("gpus", [4, 8, 16, 24])
+def test_recommended_split_fits_and_takes_all_cards(gpus: int) -> None:
+    plan = paper_plan(gpus=gpus)
+    best = plan.recommended
+    if gpus == 4:
+        # ZeRO-3 over two ranks needs more than two cards have, and rollout needs one.
+        assert best is None or best.ranks >= 3
+        return
+    assert best is not None
+    assert not best.missing_gib
+    # A worker takes 0.9 of a card, the rewards the rest.
+    assert best.workers + best.ranks == gpus
+    assert best.phases.iteration_s == min(
+        split.phases.iteration_s for split in plan.splits if not split.missing_gib
+    )
+
+
+def test_split_that_does_not_fit_says_what_is_missing() -> None:
+    alone = next(split for split in paper_plan().splits if split.ranks == 1)
+    (role, missing_gib) = next(iter(alone.missing_gib.items()))
+    assert role == "learner rank"
+    # A full fine-tune on one rank: 177 GiB of weights, gradients and state on a card of 80 GB.
+    assert missing_gib > 177 - 80
+
+
+def test_a_role_beside_another_shares_the_cards_memory() -> None:
+    plan = paper_plan("rollout.gpus_per_worker=0.3", "rollout.workers=1")
+    crowded = plan.predictor.split(workers=3, ranks=13)
+    assert any(key.count("rollout worker") == 3 for key in crowded.missing_gib)
+
+
+def test_no_split_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(PAPER), "--gpus", "2", "rollout.gpus_per_worker=0.7"]) == 0
+    assert "No split fits" in capsys.readouterr().out
+
+
+def test_work_of_a_prompt_by_hand() -> None:
+    work = paper_plan().predictor.work
+    assert work.counts.evaluations == 1504
+    # 16 anchor evaluations alone, 1488 others in batches of 8; 8 requests of 24 pictures.
+    assert work.evaluation_passes == 16 + 186
+    assert (work.requests, work.learner_batches, work.learner_rows) == (8, 8, 1)
+    # 15 stochastic steps of 12 members, of which 9 are trained: batches of 4.
+    dance = make_plan(
+        load_config(PAPER, ["algorithm=dance_grpo", "sampling.sde=dance", "rollout.batch_size=4"]),
+        load_costs(),
+        16,
+        None,
+    ).predictor.work
+    assert dance.evaluation_passes == 16 * 3
+    assert (dance.requests, dance.learner_batches, dance.learner_rows) == (1, 27, 4)
+
+
+def test_more_ranks_and_workers_never_take_longer() -> None:
+    predictor = paper_plan().predictor
+    generate = [predictor.generate_s(workers) for workers in (1, 2, 4, 8, 16, 32)]
+    assert generate == sorted(generate, reverse=True)
+    # 16 prompts are drawn whole: 16 workers need one round, and more than 16 idle.
+    assert generate[-1] == generate[-2]
+    alone, sixteen = predictor.learn_s(1), predictor.learn_s(16)
+    assert sixteen < alone
+
+
+def test_prediction_for_one_prompt_of_the_quickstart_against_the_clock(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [f"run_dir={tmp_path}", "sampling.prompts_per_iteration=1"])
+    worker = RolloutWorker(config, Redness(sorted(config.rewards)))
+    prompt = encode(config)[0]
+    measured_s = min(
+        summary.seconds["denoise_s"] + summary.seconds["decode_s"]
+        for summary, _ in (worker.rollout(prompt, 0, 0) for _ in range(3))
+    )
+    predicted_s = Predictor(config, load_costs(), CPU).generate_s(workers=1)
+    assert measured_s / FACTOR < predicted_s < measured_s * FACTOR
+
+
+def test_pass_cost_is_a_line_through_two_batches() -> None:
+    costs = _with_evaluation(load_costs().of("H100"), [(1, 0.1), (8, 0.66)])
+    cost = costs.pass_cost("evaluation")
+    assert cost.fixed_s == pytest.approx(0.02)
+    assert cost.time_s(passes=3, tflop=5 * 37.0) == pytest.approx(3 * 0.02 + 5 * 0.08)
+    # A small batch that is the better one leaves no fixed part.
+    costs = _with_evaluation(costs, [(1, 0.05), (8, 0.8)])
+    assert costs.pass_cost("evaluation").fixed_s == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--gpus", "0"], "--gpus 0: at least 1 is needed"),
+        (["--gpus", "1"], "1 GPU(s) do not hold a rollout worker, a learner rank"),
+        (["--card", "T-800"], "no measured costs for card 'T-800'; known are H100, cpu-core"),
+        (["--costs", "/no/costs.json"], "--costs /no/costs.json: cannot be read"),
+        (["sampling.stepps=3"], "sampling.stepps: unknown key"),
+        (["model.gradient_checkpointing=false"], "no 'learner_full' for NVIDIA H100"),
+    ],
+)
+def test_bad_input_is_exit_code_2(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(PAPER), *arguments]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{", "not JSON"),
+        ("[]", "valid dictionary"),
+        ('{"cards": {"H100": {"card": "x"}}}', "cards.H100.date: Field required"),
+        ('{"cards": {}}', "no measured costs for card 'H100'"),
+    ],
+)
+def test_bad_table_of_costs(
+    text: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    assert main(["plan", str(PAPER), "--costs", str(path)]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_gpus_do_not_apply_to_a_run_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "--gpus", "4"]) == 2
+    assert "runs on CPUs" in capsys.readouterr().err
+
+
+def test_missing_measurement_is_named() -> None:
+    costs = load_costs()
+    empty = costs.of("H100").model_copy(update={"passes": {}})
+    table = costs.model_copy(update={"cards": {**costs.cards, "H100": empty}})
+    with pytest.raises(CostsError, match="no 'evaluation' for NVIDIA H100"):
+        make_plan(load_config(PAPER), table, 16, "H100")
+
+
+def _with_evaluation(costs: CardCosts, points: list[tuple[int, float]]) -> CardCosts:
+    measured = [
+        {"batch": batch, "seconds": seconds, "tflop": 37.0 * batch} for batch, seconds in points
+    ]
+    tree = costs.model_dump()
+    tree["passes"]["evaluation"] = measured
+    return CardCosts.model_validate(tree)
