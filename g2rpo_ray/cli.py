@@ -74,6 +74,17 @@ def _evaluate(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(result, indent=1))
 
 
+def _plan(options: argparse.Namespace) -> None:
+    from g2rpo_ray.plan.costs import load_costs
+    from g2rpo_ray.plan.report import as_json, as_text, make_plan
+
+    config = load_config(options.config, options.overrides)
+    plan = make_plan(config, load_costs(options.costs), options.gpus, options.card)
+    print(as_text(plan))
+    if options.json:
+        options.json.write_text(json.dumps(as_json(plan), indent=1))
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     # argparse takes overrides in one place only; people write them before and after options.
@@ -118,7 +129,15 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, help="write the result here, too")
     evaluate.set_defaults(run=_evaluate)
 
-    for command in (train, sample, evaluate):
+    plan = commands.add_parser("plan", help="predict memory and time, and the split of GPUs")
+    plan.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, see configs/")
+    plan.add_argument("--gpus", type=int, help="GPUs to share out (as many as CONFIG asks for)")
+    plan.add_argument("--card", help="kind of GPU, a name in the table of costs (H100)")
+    plan.add_argument("--costs", type=Path, help="table of costs instead of the package's own")
+    plan.add_argument("--json", type=Path, help="write the plan here, too")
+    plan.set_defaults(run=_plan)
+
+    for command in (train, sample, evaluate, plan):
         command.add_argument(
             "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
         )
