@@ -129,6 +129,9 @@ def load_policy(config: Config) -> FluxPolicy:
 
     Adapters start from the run's seed, so every role builds the same ones.
     """
+    # On an H100 (torch 2.11) cuDNN's attention ended learner passes in an illegal memory access;
+    # both sides of the ratio use the same kernels, so it is off for both.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype])
     if config.model.lora is None:
         transformer.requires_grad_(True)
