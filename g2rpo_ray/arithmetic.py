@@ -1,7 +1,13 @@
 """The arithmetic of an iteration, printed before anything starts."""
 
+from g2rpo_ray.algorithm.granularity import RolloutCounts
 from g2rpo_ray.config import Config
 from g2rpo_ray.rollout.strategies import make_strategy
+
+
+def updates_per_iteration(config: Config, counts: RolloutCounts) -> int:
+    """Optimizer steps of an iteration."""
+    return counts.groups if config.learner.update == "per_sde_step" else 1
 
 
 def describe(config: Config) -> str:
@@ -18,7 +24,6 @@ def arithmetic(config: Config) -> dict[str, str]:
     run_evaluations = prompts * sum(
         strategy.counts(iteration).evaluations for iteration in range(config.iterations)
     )
-    updates = counts.groups if config.learner.update == "per_sde_step" else 1
     rewards = ", ".join(
         f"{name} (weight {reward.weight:g})" if reward.weight else f"{name} (evaluated only)"
         for name, reward in sorted(config.rewards.items())
@@ -34,5 +39,5 @@ def arithmetic(config: Config) -> dict[str, str]:
         "evaluations": f"{prompts * counts.evaluations} ({counts.evaluations} a prompt), "
         f"{run_evaluations} in all",
         "learner passes": f"{prompts * counts.learner_passes} over {config.learner.ranks} rank(s)",
-        "updates": f"{updates} ({config.learner.update})",
+        "updates": f"{updates_per_iteration(config, counts)} ({config.learner.update})",
     }

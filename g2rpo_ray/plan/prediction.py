@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from g2rpo_ray.algorithm.granularity import RolloutCounts
+from g2rpo_ray.arithmetic import updates_per_iteration
 from g2rpo_ray.config import Config, RewardSection
 from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, PassCost
 from g2rpo_ray.plan.memory import (
@@ -124,8 +125,7 @@ class Predictor:
     @property
     def updates(self) -> int:
         """Optimizer steps of an iteration."""
-        per_step = self.config.learner.update == "per_sde_step"
-        return self.work.counts.groups if per_step else 1
+        return updates_per_iteration(self.config, self.work.counts)
 
     def splits(self, cards: int) -> list[Split]:
         """Every number of ranks that leaves room for a worker, each with all workers that fit."""

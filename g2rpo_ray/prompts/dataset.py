@@ -12,7 +12,6 @@ from g2rpo_ray.config import PromptsSection, resolve_path
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.models.embeds import PromptEmbeds
 
-
 T = TypeVar("T")
 
 
