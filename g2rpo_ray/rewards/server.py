@@ -91,6 +91,7 @@ def reward_servers(
     names = {name: f"{prefix}-{name}" for name in rewards}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled", logging_config=_LOGGING)
+    handles: list[DeploymentHandle] = []
     try:
         handles = serve.run_many(
             [
@@ -102,6 +103,10 @@ def reward_servers(
         _wait_until_running(names, time.monotonic() + start_timeout_s)
         yield dict(zip(names, handles, strict=True))
     finally:
+        for handle in handles:
+            # One that was used in this process would go on asking after its replicas, and even
+            # start a new Ray for that.
+            handle.shutdown()
         if not private_cluster:
             # Not serve.shutdown(): somebody else's applications may be served here, too.
             for app in names.values():
