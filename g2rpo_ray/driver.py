@@ -51,13 +51,19 @@ def train(config: Config, resume: str = "none") -> None:
     )
     changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []
     run = open_run(config, resume)
-    progress = Progress(config.iterations, run.info.iteration)
+    progress, stop = Progress(config.iterations, run.info.iteration), StopSignal()
     for change in changes:
         progress.note(f"changed since the run was started: {change}")
+
+    def note(text: str) -> None:
+        # Nothing is lost yet: a signal need not wait until all roles have started.
+        stop.check()
+        progress.note(text)
+
     with (
-        StopSignal() as stop,
+        stop,
         PeakMemory() as memory,
-        launch(config, run.checkpoint, progress.note) as roles,
+        launch(config, run.checkpoint, note) as roles,
         MetricsLog(
             run.folder,
             config.tracking,

@@ -1,15 +1,22 @@
-"""Shared by all tests: small paths, and one Ray cluster for those that need one."""
+"""Shared by all tests: small paths, one thread, and one Ray cluster for those that need one."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 
 
 @pytest.fixture(scope="session")
 def golden_dir() -> Path:
     return Path(__file__).parent / "golden"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """The networks are small: more threads would only wait for each other."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
