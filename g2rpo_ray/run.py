@@ -192,7 +192,7 @@ def _checkpoint_of(folder: Path, resume: str) -> Path | None:
 
 
 def _finished_iterations(folder: Path) -> int | None:
-    """Iterations of the run when it was last finished: its last evaluation made, summary written."""
+    """Iterations of the run when it was last finished: last evaluation and summary written."""
     summary = folder / "summary.json"
     if not summary.exists():
         return None
