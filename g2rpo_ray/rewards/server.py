@@ -118,6 +118,8 @@ def _deployment(name: str, reward: RewardSection) -> serve.Application:
         name=name,
         max_ongoing_requests=REQUESTS_PER_REPLICA,
         logging_config=_LOGGING,
+        # A file that is missing stays missing; Serve would try for half a minute.
+        max_constructor_retry_count=1,
         ray_actor_options={
             "num_cpus": reward.cpus_per_replica,
             "num_gpus": reward.gpus_per_replica,
