@@ -136,6 +136,8 @@ def test_ctrl_c_saves_leaves_no_process_and_resume_ends_as_if_nothing_had_been(
         lambda: trained_iterations(run_dir) > 0 or stopped.process.poll() is not None,
         "the first iteration",
     )
+    # The driver, Ray's own, a worker, a rank, a replica: what must be gone afterwards.
+    assert len(stopped.processes()) > 8
     stopped.interrupt()
     assert stopped.wait() == 130, stopped.text
     assert stopped.left_over() == []
