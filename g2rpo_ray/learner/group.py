@@ -11,6 +11,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from g2rpo_ray.config import Config
+from g2rpo_ray.errors import InputError, RunError
 from g2rpo_ray.learner.checkpoint import CheckpointInfo
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import StepRecord, UpdateReport
@@ -86,5 +87,12 @@ class LearnerGroup:
                 f"learner: '{phase}' did not end within {self._timeout_s:g} s "
                 "(learner.timeout_s); a rank may hang in a collective, see the ranks' logs"
             ) from None
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, InputError | RunError):
+                raise error.cause from error
+            raise LearnerError(
+                f"learner: '{phase}' failed with {type(error.cause).__name__}: {error.cause} (the "
+                "traceback is in the rank's log)"
+            ) from error
         except ray.exceptions.RayActorError as error:
             raise LearnerError(f"learner: a rank died during '{phase}': {error}") from error

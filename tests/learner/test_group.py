@@ -40,13 +40,16 @@ def test_a_damaged_checkpoint_is_named_and_ends_the_start(
     assert f"{file}: damaged" in str(caught.value)
 
 
-def test_a_rank_that_died_or_does_not_answer_is_named_with_what_it_did(
+def test_a_rank_that_fails_dies_or_does_not_answer_is_named_with_what_it_did(
     placement: PlacementGroup, tmp_path: Path
 ) -> None:
     group = LearnerGroup(
         tiny_config(tmp_path / "run", "learner.ranks=1"), placement, 1, checkpoint=None
     )
     assert "parameters in" in group.coverage
+    with pytest.raises(LearnerError) as caught:
+        group.update([ray.put("no group")])
+    assert "learner: 'update' failed with AttributeError" in str(caught.value)
     group._timeout_s = 0.0
     with pytest.raises(LearnerError) as caught:
         group.checksum()
