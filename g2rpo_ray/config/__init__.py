@@ -1,0 +1,52 @@
+"""Every setting of a run, its unit and its default, once; a file for each part of the system.
+
+A configuration is a YAML file plus dotted overrides (``learner.learning_rate=1e-4``). Unknown keys,
+wrong types and impossible combinations are a :class:`ConfigError` that names file, key, value and
+what is allowed; nothing is corrected silently.
+"""
+
+from g2rpo_ray.config.algorithm import (
+    DanceGrpoSection,
+    FlowGrpoSection,
+    G2rpoSection,
+    MixGrpoSection,
+    SamplingSection,
+)
+from g2rpo_ray.config.base import ConfigError, Section
+from g2rpo_ray.config.files import config_from_dict, load_config, resolve_path, save_config
+from g2rpo_ray.config.learner import AdvantageSection, LearnerSection
+from g2rpo_ray.config.model import LoraSection, ModelSection, PromptsSection
+from g2rpo_ray.config.operation import (
+    CheckpointSection,
+    ClusterSection,
+    EvaluationSection,
+    TrackingSection,
+)
+from g2rpo_ray.config.rollout import RewardSection, RolloutSection
+from g2rpo_ray.config.run import Config
+
+__all__ = [
+    "AdvantageSection",
+    "CheckpointSection",
+    "ClusterSection",
+    "Config",
+    "ConfigError",
+    "DanceGrpoSection",
+    "EvaluationSection",
+    "FlowGrpoSection",
+    "G2rpoSection",
+    "LearnerSection",
+    "LoraSection",
+    "MixGrpoSection",
+    "ModelSection",
+    "PromptsSection",
+    "RewardSection",
+    "RolloutSection",
+    "SamplingSection",
+    "Section",
+    "TrackingSection",
+    "config_from_dict",
+    "load_config",
+    "resolve_path",
+    "save_config",
+]

@@ -1,0 +1,124 @@
+"""How pictures are drawn, and what each algorithm adds to it."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from g2rpo_ray.algorithm.sde import LogProbForm, SdeKind
+from g2rpo_ray.algorithm.step_choice import StepChoice, WindowSchedule
+from g2rpo_ray.config.base import Section
+
+
+class SamplingSection(Section):
+    """How pictures are drawn; rollout and learner both read this one section."""
+
+    height: int = Field(720, ge=16)
+    """Picture height in pixels, a multiple of 16."""
+    width: int = Field(720, ge=16)
+    """Picture width in pixels, a multiple of 16."""
+    steps: int = Field(16, ge=2)
+    """T: evaluations of one trajectory."""
+    schedule: Literal["static", "dynamic"] = "static"
+    """``static`` shifts by ``shift``; ``dynamic`` by the resolution, as FLUX's own pipeline."""
+    shift: float = Field(3.0, gt=0)
+    """Static shift of the schedule; the papers use 3 for FLUX.1-dev."""
+    guidance: float = Field(3.5, ge=0)
+    """Value of the distilled guidance embedding."""
+    sde: SdeKind = "flow"
+    """Kind of the stochastic step."""
+    eta: float = Field(0.7, gt=0)
+    """Noise level of the stochastic step."""
+    log_prob: LogProbForm = "gaussian"
+    """``gaussian``, or ``squared_error`` without the variance as public CPS code has it."""
+    members: int = Field(12, ge=2)
+    """G: branches that share (prompt, SDE step)."""
+    prompts_per_iteration: int = Field(16, ge=1)
+    """Batch of an iteration, whatever the number of workers or learner ranks."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key in ("height", "width"):
+            if getattr(self, key) % 16:
+                raise ValueError(
+                    f"{key} is {getattr(self, key)}; it must be a multiple of 16 (the VAE shrinks "
+                    "by 8 and FLUX packs 2 x 2 latents into a token)"
+                )
+        if self.sde == "cps" and self.eta >= 2:
+            raise ValueError(f"eta is {self.eta}; cps needs eta below 2 (sin(eta * pi / 2) > 0)")
+        return self
+
+
+class G2rpoSection(Section):
+    """Singular stochastic sampling with multi-granularity completions (arXiv 2510.01982)."""
+
+    sde_steps: list[int] = Field(default_factory=lambda: list(range(8)), min_length=1)
+    """Steps k of the schedule at which noise is injected, one at a time; the last is excluded."""
+    granularities: list[int] = Field(default_factory=lambda: [1, 2], min_length=1)
+    """Lambda: step sizes of the completions; 1 keeps every step."""
+
+
+class MixGrpoSection(Section):
+    """SDE steps inside a sliding window, ODE outside (MixGRPO, arXiv 2507.21802).
+
+    Flow-GRPO-Fast is this with ``window: 1`` or ``2`` and ``schedule: random``.
+    """
+
+    window: int = Field(4, ge=1)
+    """Stochastic steps in a row; all of them are trained."""
+    schedule: WindowSchedule = "progressive"
+    """``progressive`` moves the window every ``shift_interval`` iterations, ``decaying`` moves it
+    sooner the later its steps, ``random`` draws its place anew in every iteration."""
+    shift_interval: int = Field(25, ge=1)
+    """Iterations that the window stays at one place."""
+    stride: int = Field(1, ge=1)
+    """Steps by which the window moves."""
+    decay_after: int = Field(13, ge=0)
+    """``decaying``: first place from which on the window stays shorter than ``shift_interval``."""
+    decay_rate: float = Field(0.1, gt=0)
+    """``decaying``: exponent per step, ``shift_interval * exp(-rate * (place - decay_after))``."""
+    roll_back: bool = True
+    """Begin again at step 0 after the last place; else the window stays there."""
+    shared_initial_noise: bool = True
+    """All members of a group start from the same noise, and share the walk up to the window."""
+    flash: Literal["off", "euler", "dpm_solver"] = "off"
+    """MixGRPO-Flash: walk from the window to the picture in fewer steps, by Euler's method or by
+    the multistep DPM-Solver++ of second order, as published."""
+    flash_ratio: float = Field(0.4, gt=0, le=1)
+    """Share of the steps after the window that ``flash`` keeps."""
+
+
+class FlowGrpoSection(Section):
+    """Every step stochastic, each member its own trajectory (Flow-GRPO, arXiv 2505.05470)."""
+
+    trained_steps: StepChoice = "all"
+    """``all`` stochastic steps, the ``first`` ones, or a ``random`` share, drawn anew in every
+    iteration."""
+    first: int | None = Field(None, ge=1)
+    """Number of steps, with ``trained_steps: first``."""
+    fraction: float | None = Field(None, gt=0, le=1)
+    """Share of the stochastic steps, with ``trained_steps: random``."""
+    shared_initial_noise: bool = False
+    """All members of a group start from the same noise."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for choice, key in (("first", "first"), ("random", "fraction")):
+            given = getattr(self, key) is not None
+            if given != (self.trained_steps == choice):
+                raise ValueError(
+                    f"{key} is {getattr(self, key)} and trained_steps is {self.trained_steps}; "
+                    f"{key} belongs to trained_steps: {choice}, and to that alone"
+                )
+        return self
+
+
+class DanceGrpoSection(FlowGrpoSection):
+    """As ``flow_grpo`` with DanceGRPO's choices (arXiv 2505.07818); its stochastic step is
+    ``sampling.sde: dance``."""
+
+    trained_steps: StepChoice = "random"
+    """As in ``flow_grpo``."""
+    fraction: float | None = Field(0.6, gt=0, le=1)
+    """As in ``flow_grpo``; none with another choice than ``random``."""
+    shared_initial_noise: bool = True
+    """All members of a group start from the same noise."""

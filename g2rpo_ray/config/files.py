@@ -1,0 +1,100 @@
+"""Configuration files: YAML, dotted overrides, and where paths point."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from g2rpo_ray.config.base import ConfigError, problems
+from g2rpo_ray.config.run import Config
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply ``key.sub=value`` overrides and check everything.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, a value is wrong.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file (looked in {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    tree = _parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected settings as 'key: value' lines, found {tree!r:.60}")
+    for override in overrides:
+        _apply_override(tree, override)
+    return config_from_dict(tree, source=str(path))
+
+
+def config_from_dict(tree: dict[str, Any], source: str) -> Config:
+    """Check a tree of settings; ``source`` names it in errors."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = "\n".join(f"  {line}" for line in problems(error))
+        raise ConfigError(f"{source}:\n{lines}") from error
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Write the resolved configuration, defaults included; ``load_config`` reads it back."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def resolve_path(path: str) -> Path:
+    """Path on disk of a setting; ``tiny_world:...`` points into this package."""
+    if path.startswith("tiny_world:"):
+        from g2rpo_ray.tiny_world import assets_dir
+
+        return assets_dir() / path.removeprefix("tiny_world:")
+    return Path(path).expanduser().absolute()
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML 1.2 numbers (``1e-4`` is one), and a doubled key is an error instead of the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key_node.value!r} stands here twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _YamlLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not valid YAML: {error}") from error
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r}: expected key.sub=value")
+    *parents, leaf = key.split(".")
+    section = tree
+    for parent in parents:
+        value = section.get(parent)
+        if value is None:
+            value = section[parent] = {}
+        if not isinstance(value, dict):
+            raise ConfigError(f"override {override!r}: {parent} is {value!r}, not a section")
+        section = value
+    section[leaf] = _parse_yaml(text, f"override {override!r}")

@@ -1,0 +1,71 @@
+"""From rewards to updates."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from g2rpo_ray.algorithm.advantage import Normalisation
+from g2rpo_ray.algorithm.objective import StepWeight
+from g2rpo_ray.config.base import Section
+
+
+class AdvantageSection(Section):
+    """From rewards to one number per branch."""
+
+    clamp: float = Field(5.0, gt=0)
+    """The integrated advantage is cut to [-clamp, clamp]."""
+    min_spread: float = Field(1e-6, ge=0)
+    """A group whose standard deviation of a reward is at most this gives zero for that reward."""
+    normalisation: Normalisation = "std"
+    """``std`` z-scores; ``mean_only`` subtracts the group's mean and keeps the scale."""
+    on_invalid: Literal["stop", "drop_group"] = "stop"
+    """A NaN, infinite or missing reward stops the run, or drops its (prompt, step) and counts it.
+    So does a ratio that is not finite, which leaves out its member alone."""
+
+
+class LearnerSection(Section):
+    """DeepSpeed ranks that turn integrated advantages into updates."""
+
+    ranks: int = Field(1, ge=1)
+    """Number of learner ranks; the update does not depend on it beyond rounding."""
+    cpus_per_rank: float = Field(1.0, gt=0)
+    """CPUs that Ray reserves for a rank."""
+    gpus_per_rank: float = Field(1.0, ge=0)
+    """GPUs (or a fraction of one) that Ray reserves for a rank."""
+    threads: int = Field(1, ge=1)
+    """Threads of a rank's process."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """DeepSpeed ZeRO stage."""
+    update: Literal["per_sde_step", "per_iteration"] = "per_sde_step"
+    """One optimizer step per SDE step, or one per iteration over all of them."""
+    learning_rate: float = Field(2e-6, gt=0)
+    """AdamW's learning rate, constant after the warm-up."""
+    warmup_updates: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = Field(1e-4, ge=0)
+    """AdamW's decoupled weight decay."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's first decay."""
+    beta2: float = Field(0.999, ge=0, lt=1)
+    """AdamW's second decay."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    clip: float = Field(1e-4, gt=0)
+    """Half-width of the ratio's trust region; belongs to ``sampling.log_prob: gaussian``."""
+    step_weight: StepWeight = "uniform"
+    """Weight of a trained step in the loss, of mean 1 over them: ``noise`` is proportional to the
+    injected noise sigma_t * sqrt(dt) (TempFlow-GRPO, arXiv 2508.04324), ``inverse_dt`` to 1 / dt
+    (GRPO-Guard's gradient reweighting, arXiv 2510.22319)."""
+    normalise_ratio: bool = False
+    """Give the ratio the same centre and scale at every step (GRPO-Guard's RatioNorm, arXiv
+    2510.22319). Log-ratios shrink by the step's noise: the clip must be smaller, such as 2e-6."""
+    kl_weight: float = Field(0.0, ge=0)
+    """Weight of KL(policy || reference), from velocities (Flow-GRPO, arXiv 2505.05470); the
+    reference is the model without its adapters, so it needs ``model.lora``."""
+    old_log_prob: Literal["rollout", "learner"] = "rollout"
+    """Whose velocity gives the old log-probability: the rollout's, or the learner's own before its
+    first update, where the two compute in another form (merged LoRA, other precision)."""
+    timeout_s: float = Field(1800.0, gt=0)
+    """An update or collective that takes longer stops the run."""

@@ -1,0 +1,48 @@
+"""The policy, and the texts that it is trained on."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from g2rpo_ray.config.base import Section
+
+
+class LoraSection(Section):
+    """Low-rank adapters instead of full fine-tuning."""
+
+    rank: int = Field(64, ge=1)
+    """Rank of every adapter."""
+    alpha: float = Field(128.0, gt=0)
+    """Adapter scale is alpha / rank."""
+    target_modules: list[str] | None = None
+    """Module name endings that get an adapter; none means every attention and feed-forward
+    projection of FLUX's double and single blocks."""
+
+
+class ModelSection(Section):
+    """The policy: a FLUX-type transformer with its VAE and text encoders."""
+
+    path: str
+    """Folder in diffusers' layout (model_index.json, transformer/, vae/, text_encoder/, ...).
+    ``tiny_world:flux`` is the small model inside this package."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What the network computes in; latents and log-probabilities are float32 always."""
+    lora: LoraSection | None = None
+    """Train adapters of this shape; none trains all weights of the transformer."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the learner's backward pass: less memory, about a third slower."""
+    truncate_timesteps: bool = False
+    """Truncate sigma * 1000 to an integer as published code does; diffusers' pipeline does not."""
+
+
+class PromptsSection(Section):
+    """Texts to train on and to judge by."""
+
+    train: str
+    """UTF-8 text file, one prompt a line. ``tiny_world:prompts/train.txt`` is in this package."""
+    heldout: str
+    """Prompts for evaluation only, same format."""
+    max_sequence_length: int = Field(512, ge=1)
+    """Tokens of the T5 embedding."""
+    max_characters: int = Field(2000, ge=1)
+    """A longer prompt is refused: it is most often a broken file."""

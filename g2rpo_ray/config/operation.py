@@ -1,0 +1,49 @@
+"""What surrounds the training: evaluation, checkpoints, tracking, the cluster."""
+
+from pydantic import Field
+
+from g2rpo_ray.config.base import Section
+
+
+class EvaluationSection(Section):
+    """Held-out prompts, drawn without noise injection from fixed seeds."""
+
+    every: int = Field(0, ge=0)
+    """Evaluate after every so many iterations; 0 only before the first and after the last."""
+    prompts: int = Field(64, ge=1)
+    """Number of held-out prompts, evenly spaced over the file; all of them if it has fewer."""
+    pictures_per_prompt: int = Field(1, ge=1)
+    """Pictures of each prompt, each from its own fixed seed."""
+    steps: int = Field(28, ge=1)
+    """Evaluations of a trajectory: the deployment's number of steps."""
+    pictures_shown: int = Field(16, ge=0)
+    """Prompts whose pictures are kept before and after, for the report."""
+
+
+class CheckpointSection(Section):
+    """When the state of a run is written, and how much of it is kept."""
+
+    every: int = Field(10, ge=1)
+    """Iterations between checkpoints; one more is written at the end and on a stop."""
+    keep_last: int = Field(2, ge=1)
+    """Checkpoints kept; older ones are deleted after a new one is verified."""
+
+
+class TrackingSection(Section):
+    """Where metrics go, besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events into the run folder."""
+    wandb_project: str | None = None
+    """Weights & Biases project; none turns it off. The key comes from the environment."""
+
+
+class ClusterSection(Section):
+    """The Ray cluster."""
+
+    address: str | None = None
+    """Ray address; none starts a private one on this machine unless RAY_ADDRESS is set."""
+    dashboard: bool = True
+    """Start the Ray dashboard with a private cluster; costs about a second and 150 MiB."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Longest wait for placement and for actors to load their models."""

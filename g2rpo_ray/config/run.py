@@ -1,0 +1,124 @@
+"""One run: all sections, and the rules between them."""
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from g2rpo_ray.config.algorithm import (
+    DanceGrpoSection,
+    FlowGrpoSection,
+    G2rpoSection,
+    MixGrpoSection,
+    SamplingSection,
+)
+from g2rpo_ray.config.base import Section, problems
+from g2rpo_ray.config.learner import AdvantageSection, LearnerSection
+from g2rpo_ray.config.model import ModelSection, PromptsSection
+from g2rpo_ray.config.operation import (
+    CheckpointSection,
+    ClusterSection,
+    EvaluationSection,
+    TrackingSection,
+)
+from g2rpo_ray.config.rollout import RewardSection, RolloutSection
+
+
+class Config(Section):
+    """One run."""
+
+    run_dir: str
+    """Folder of the run: configuration, metrics, checkpoints, pictures, report."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything random: prompt order, initial noise, branch noise."""
+    iterations: int = Field(..., ge=1)
+    """Iterations to train: generate, learn, sync."""
+    algorithm: Literal["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"] = "g2rpo"
+    """How the rollout is made; the section of the same name has its settings."""
+    model: ModelSection
+    prompts: PromptsSection
+    sampling: SamplingSection = SamplingSection()
+    g2rpo: G2rpoSection = G2rpoSection()
+    mix_grpo: MixGrpoSection = MixGrpoSection()
+    flow_grpo: FlowGrpoSection = FlowGrpoSection()
+    dance_grpo: DanceGrpoSection = DanceGrpoSection()
+    rollout: RolloutSection = RolloutSection()
+    rewards: dict[str, RewardSection] = Field(..., min_length=1)
+    advantage: AdvantageSection = AdvantageSection()
+    learner: LearnerSection = LearnerSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    tracking: TrackingSection = TrackingSection()
+    cluster: ClusterSection = ClusterSection()
+
+    @property
+    def trained_rewards(self) -> dict[str, RewardSection]:
+        """The rewards whose advantages are trained on, in a fixed order."""
+        return {n: r for n, r in sorted(self.rewards.items()) if r.weight > 0}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._check_steps()
+        if self.learner.kl_weight > 0 and self.model.lora is None:
+            raise ValueError(
+                f"learner.kl_weight is {self.learner.kl_weight} and model.lora is not set; the "
+                "reference is the model without its adapters: set model.lora, or kl_weight 0"
+            )
+        if self.learner.normalise_ratio and self.sampling.log_prob != "gaussian":
+            raise ValueError(
+                f"learner.normalise_ratio is true and sampling.log_prob is "
+                f"{self.sampling.log_prob}; it needs log_prob: gaussian"
+            )
+        if not self.trained_rewards:
+            raise ValueError("rewards: every weight is 0; at least one reward must be trained on")
+        self._check_scorers()
+        return self
+
+    def _check_steps(self) -> None:
+        # Only the section in use: the others' defaults belong to longer schedules.
+        steps = self.sampling.steps
+        allowed = (
+            f"with sampling.steps={steps} the stochastic steps are among 0 to {steps - 2} (the "
+            "last step must be deterministic)"
+        )
+        if self.algorithm == "g2rpo":
+            _require_unique("g2rpo.sde_steps", self.g2rpo.sde_steps)
+            _require_unique("g2rpo.granularities", self.g2rpo.granularities)
+            for granularity in self.g2rpo.granularities:
+                if granularity < 1:
+                    raise ValueError(f"g2rpo.granularities has {granularity}; allowed: 1 or more")
+            for k in self.g2rpo.sde_steps:
+                if not 0 <= k <= steps - 2:
+                    raise ValueError(f"g2rpo.sde_steps has {k}; {allowed}")
+        elif self.algorithm == "mix_grpo":
+            if self.mix_grpo.window > steps - 1:
+                raise ValueError(
+                    f"mix_grpo.window is {self.mix_grpo.window}, longer than the schedule; "
+                    f"{allowed}"
+                )
+        else:
+            first = getattr(self, self.algorithm).first
+            if first is not None and first > steps - 1:
+                raise ValueError(f"{self.algorithm}.first is {first}; {allowed}")
+
+    def _check_scorers(self) -> None:
+        # The one place where the settings look into a room: each scorer knows its own options.
+        from g2rpo_ray.rewards.registry import parse_options
+
+        for name, reward in self.rewards.items():
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+                raise ValueError(
+                    f"rewards.{name}: a reward's name may hold a-z, 0-9 and _, and starts with a "
+                    "letter (it becomes a metric's name)"
+                )
+            try:
+                parse_options(reward.kind, reward.options)
+            except ValidationError as error:
+                raise ValueError(f"rewards.{name}.options: {problems(error)[0]}") from error
+            except ValueError as error:
+                raise ValueError(f"rewards.{name}.kind: {error}") from error
+
+
+def _require_unique(key: str, values: list[int]) -> None:
+    if len(set(values)) != len(values):
+        raise ValueError(f"{key} is {values}; a value stands there twice")
