@@ -152,7 +152,7 @@ class TrainingLoop:
     def sync(self, version: int) -> SyncReport:
         """Bring the learner's weights to every rollout worker, verified."""
         with self.phase("sync"):
-            return self.roles.weight_sync.sync(self.roles.learner, self.roles.pool, version)
+            return self.roles.weight_sync.sync(self.roles.learner, self.roles.pool.workers, version)
 
     def evaluate(self, heldout_prompts: list[tuple[int, str]]) -> None:
         """Draw and score the held-out prompts with the weights of now."""

@@ -4,10 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ray.actor import ActorHandle
+
 from g2rpo_ray.errors import RunError
 from g2rpo_ray.learner.group import LearnerGroup
 from g2rpo_ray.models.weights import WeightReceipt
-from g2rpo_ray.rollout.pool import RolloutPool
 
 
 class WeightSyncError(RunError):
@@ -28,8 +29,12 @@ class WeightSync(ABC):
     """A way to bring the learner's weights to the rollout workers."""
 
     @abstractmethod
-    def sync(self, learner: LearnerGroup, pool: RolloutPool, version: int) -> SyncReport:
-        """Send version ``version`` to every worker and verify each one's answer.
+    def sync(
+        self, learner: LearnerGroup, workers: Sequence[ActorHandle], version: int
+    ) -> SyncReport:
+        """Send version ``version`` to these rollout workers and verify each one's answer.
+
+        The workers may be others than last time: some died, or one joined and is sent to alone.
 
         Raises:
             WeightSyncError: a worker did not answer in time, or holds something else.

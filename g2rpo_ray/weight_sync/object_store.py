@@ -1,9 +1,11 @@
 """Weights through Ray's object store: one put, one get a worker, no process group to break."""
 
+from collections.abc import Sequence
+
 import ray
+from ray.actor import ActorHandle
 
 from g2rpo_ray.learner.group import LearnerGroup
-from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.weight_sync.base import SyncReport, WeightSync, WeightSyncError, verify
 
 
@@ -13,9 +15,11 @@ class ObjectStoreSync(WeightSync):
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def sync(self, learner: LearnerGroup, pool: RolloutPool, version: int) -> SyncReport:
+    def sync(
+        self, learner: LearnerGroup, workers: Sequence[ActorHandle], version: int
+    ) -> SyncReport:
         expected, weights = learner.export_weight_refs(version)
-        answers = [worker.receive_weights.remote(version, weights) for worker in pool.workers]
+        answers = [worker.receive_weights.remote(version, weights) for worker in workers]
         try:
             receipts = ray.get([expected, *answers], timeout=self._timeout_s)
         except ray.exceptions.GetTimeoutError:

@@ -62,7 +62,7 @@ def sync(ray_cluster: None) -> Iterator[Sync]:  # noqa: ARG001
     ) -> SyncReport:
         ray.get([workers[0].behave.remote("well"), workers[1].behave.remote(behaviour)])
         roles = Roles(workers, weights)
-        return ObjectStoreSync(timeout_s).sync(roles, roles, 3)  # type: ignore[arg-type]
+        return ObjectStoreSync(timeout_s).sync(roles, roles.workers, 3)  # type: ignore[arg-type]
 
     yield send
     for worker in workers:
