@@ -18,7 +18,7 @@ from g2rpo_ray.prompts.encoder import PromptEncoder
 from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers
 from g2rpo_ray.rollout.pool import RolloutPool
-from g2rpo_ray.weight_sync import ObjectStoreSync, WeightSync
+from g2rpo_ray.weight_sync import WeightSync, make_weight_sync
 
 # Workers get only these: a whole environment in runtime_env breaks Ray's agent, and leaks tokens.
 WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -56,7 +56,7 @@ def launch(config: Config, checkpoint: Path | None, note: Callable[[str], None])
         note("starting learner ranks")
         learner = LearnerGroup(config, placement, config.rollout.workers, checkpoint)
         note(f"training {learner.coverage}")
-        yield Roles(encoder, pool, learner, ObjectStoreSync(config.learner.timeout_s))
+        yield Roles(encoder, pool, learner, make_weight_sync(config))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from g2rpo_ray.config.algorithm import (
 )
 from g2rpo_ray.config.base import ConfigError, Section
 from g2rpo_ray.config.files import config_from_dict, load_config, resolve_path, save_config
-from g2rpo_ray.config.learner import AdvantageSection, LearnerSection
+from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
 from g2rpo_ray.config.model import LoraSection, ModelSection, PromptsSection
 from g2rpo_ray.config.operation import (
     CheckpointSection,
@@ -45,6 +45,7 @@ __all__ = [
     "SamplingSection",
     "Section",
     "TrackingSection",
+    "WeightSyncSection",
     "config_from_dict",
     "load_config",
     "resolve_path",

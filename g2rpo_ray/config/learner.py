@@ -23,6 +23,19 @@ class AdvantageSection(Section):
     So does a ratio that is not finite, which leaves out its member alone."""
 
 
+class WeightSyncSection(Section):
+    """How new weights reach the rollout workers."""
+
+    transport: Literal["auto", "object_store", "nccl"] = "auto"
+    """``nccl`` broadcasts in place over a process group (gloo between CPUs); ``object_store`` puts
+    the weights into Ray's store once. ``auto`` is ``nccl`` for full weights where every worker and
+    rank has whole GPUs of its own, else ``object_store``."""
+    bucket_mib: int = Field(256, ge=1)
+    """Size of one broadcast in MiB; every member keeps two buffers of it."""
+    timeout_s: float = Field(120.0, gt=0)
+    """A sync that takes longer stops the run, and names who did not answer."""
+
+
 class LearnerSection(Section):
     """DeepSpeed ranks that turn integrated advantages into updates."""
 

@@ -13,7 +13,7 @@ from g2rpo_ray.config.algorithm import (
     SamplingSection,
 )
 from g2rpo_ray.config.base import Section, problems
-from g2rpo_ray.config.learner import AdvantageSection, LearnerSection
+from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
 from g2rpo_ray.config.model import ModelSection, PromptsSection
 from g2rpo_ray.config.operation import (
     CheckpointSection,
@@ -46,6 +46,7 @@ class Config(Section):
     rewards: dict[str, RewardSection] = Field(..., min_length=1)
     advantage: AdvantageSection = AdvantageSection()
     learner: LearnerSection = LearnerSection()
+    weight_sync: WeightSyncSection = WeightSyncSection()
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
@@ -71,8 +72,21 @@ class Config(Section):
             )
         if not self.trained_rewards:
             raise ValueError("rewards: every weight is 0; at least one reward must be trained on")
+        self._check_transport()
         self._check_scorers()
         return self
+
+    def _check_transport(self) -> None:
+        shares = {
+            "rollout.gpus_per_worker": self.rollout.gpus_per_worker,
+            "learner.gpus_per_rank": self.learner.gpus_per_rank,
+        }
+        if self.weight_sync.transport == "nccl" and any(0 < s < 1 for s in shares.values()):
+            values = " and ".join(f"{key} is {share:g}" for key, share in shares.items())
+            raise ValueError(
+                f"weight_sync.transport is nccl, {values}: NCCL takes no two members on one card; "
+                "use transport: object_store, or whole GPUs for every worker and rank"
+            )
 
     def _check_steps(self) -> None:
         # Only the section in use: the others' defaults belong to longer schedules.

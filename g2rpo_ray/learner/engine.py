@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from g2rpo_ray.config import LearnerSection
 from g2rpo_ray.errors import RunError
 from g2rpo_ray.models.flux import FluxPolicy
-from g2rpo_ray.models.weights import load_weights, trainable_parameters
+from g2rpo_ray.models.weights import (
+    TensorLayout,
+    load_weights,
+    trainable_parameters,
+    word_sums,
+)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -139,6 +144,37 @@ class LearnerEngine:
             name: self._gathered(parameter).cpu().clone()
             for name, parameter in self._parameters().items()
         }
+
+    def weight_layout(self) -> list[TensorLayout]:
+        """Trainable weights in the compute dtype, whole, in the order of their names."""
+        return [
+            TensorLayout(name, p.dtype, tuple(getattr(p, "ds_shape", p.shape)))
+            for name, p in sorted(self._parameters().items())
+        ]
+
+    def weight_shards(self) -> dict[str, Tensor]:
+        """What this rank holds of each trainable weight, flat and without a copy.
+
+        Everything; under ZeRO-3 its part of the flattened tensor, padded at the end of the last.
+        """
+        return {
+            name: getattr(p, "ds_tensor", p).detach().view(-1)
+            for name, p in self._parameters().items()
+        }
+
+    def weight_shard_sums(self) -> list[int]:
+        """Word sums of this rank's shards without padding, in the order of names.
+
+        Those of all ranks add up to the whole weights' sums.
+        """
+        shards = self.weight_shards()
+        rank = torch.distributed.get_rank() if self._settings.zero_stage == 3 else 0
+        parts = []
+        for tensor in self.weight_layout():
+            shard = shards[tensor.name]
+            valid = min(max(tensor.numel - rank * len(shard), 0), len(shard))
+            parts.append(shard[:valid])
+        return word_sums(parts)
 
     def state(self) -> dict[str, Tensor]:
         """fp32 master weights and AdamW moments by name, on the CPU; collective.

@@ -56,6 +56,8 @@ class LearnerGroup:
         address, port = self._call([self.ranks[0].free_address.remote()], "address")[0]
         started = [rank.start.remote(address, port, checkpoint) for rank in self.ranks]
         self.coverage: str = self._call(started, "start")[0]
+        self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
+        """Ranks that hold a part of the weights which no other rank can send."""
 
     def update(self, groups: Sequence[ray.ObjectRef]) -> LearnerUpdate:
         """Train on one iteration's groups, given in id order."""

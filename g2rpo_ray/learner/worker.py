@@ -18,8 +18,9 @@ from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
 from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.lora import coverage
-from g2rpo_ray.models.weights import WeightReceipt, receipt
+from g2rpo_ray.models.weights import TensorLayout, WeightReceipt, receipt
 from g2rpo_ray.rollout.group import RolloutGroup
+from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup, open_store
 
 
 class Learner:
@@ -69,6 +70,28 @@ class Learner:
         """Receipt and trainable weights from rank 0; the others only take part."""
         weights = self.engine.weights()
         return (receipt(version, weights), weights) if self.rank == 0 else (None, None)
+
+    def open_weight_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open the store where the members of a new weight group meet; address and port."""
+        address = ray.util.get_node_ip_address()
+        self._weight_store = open_store(address, timeout_s)
+        return address, self._weight_store.port
+
+    def join_weight_group(self, meeting: Meeting, rank: int) -> list[TensorLayout]:
+        """Become a sender of a group; answers with all tensors that it will send."""
+        layout = self.engine.weight_layout()
+        store = self._weight_store if rank == 0 else None
+        self._weight_group = WeightGroup(meeting, rank, layout, self.device, store)
+        return layout
+
+    def leave_weight_group(self) -> None:
+        """Before another group is formed."""
+        self._weight_group.close()
+
+    def send_weights(self, version: int) -> list[int]:
+        """Broadcast this rank's part of the weights; answers with its tensors' word sums."""
+        self._weight_group.transfer(version, self.engine.weight_shards())
+        return self.engine.weight_shard_sums()
 
     def save(self, folder: Path, info: CheckpointInfo) -> None:
         """Write a checkpoint from rank 0 and delete those that are too old."""

@@ -1,7 +1,8 @@
 """The trainable weights of a policy by name: reading, filling in, and proving that they arrived."""
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,40 @@ from torch import Tensor, nn
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.models.flux import FluxPolicy
 
-CHECKSUM_SLICE = 1 << 26
+CHECKSUM_SLICE = 1 << 24
 """Words summed at a time: an int64 copy of a whole large tensor would not fit beside the model."""
+COMPILED = "_orig_mod."
+"""What torch.compile puts into the names of a module that it wraps."""
 
 
 class WeightMismatchError(InputError):
     """Weights do not fit the model they are meant for; names are given."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Name, type and shape of one tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def description(self) -> str:
+        """One line, without a line break."""
+        return f"{self.name} {self.dtype} {self.shape}"
 
 
 @dataclass(frozen=True)
@@ -29,8 +58,12 @@ class WeightReceipt:
 
 
 def trainable_parameters(policy: FluxPolicy) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by their name inside the transformer."""
-    return {n: p for n, p in policy.transformer.named_parameters() if p.requires_grad}
+    """The parameters that training changes, by their name inside the (uncompiled) transformer."""
+    return {
+        name.replace(COMPILED, ""): parameter
+        for name, parameter in policy.transformer.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 @torch.no_grad()
@@ -57,19 +90,40 @@ def load_weights(policy: FluxPolicy, weights: Mapping[str, Tensor]) -> None:
         parameter.copy_(weights[name])
 
 
+def layout_of(weights: Mapping[str, Tensor]) -> list[TensorLayout]:
+    """In the order of names."""
+    return [TensorLayout(n, weights[n].dtype, tuple(weights[n].shape)) for n in sorted(weights)]
+
+
 def receipt(version: int, weights: Mapping[str, Tensor]) -> WeightReceipt:
     """Count and checksum of named weights, equal on every device."""
+    sums = word_sums(weights[name] for name in sorted(weights))
+    return receipt_of(version, layout_of(weights), sums)
+
+
+def receipt_of(version: int, layout: Sequence[TensorLayout], sums: Sequence[int]) -> WeightReceipt:
+    """The receipt of tensors whose ``word_sums`` are known, as those of shards added up are."""
     digest = hashlib.sha256()
-    size = 0
-    for name in sorted(weights):
-        tensor = weights[name].detach()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {_word_sum(tensor)}\n".encode())
-        size += tensor.numel() * tensor.element_size()
-    return WeightReceipt(version, len(weights), size, digest.hexdigest()[:16])
+    for tensor, word_sum in zip(layout, sums, strict=True):
+        digest.update(f"{tensor.description} {word_sum}\n".encode())
+    size = sum(tensor.bytes for tensor in layout)
+    return WeightReceipt(version, len(layout), size, digest.hexdigest()[:16])
 
 
-def _word_sum(tensor: Tensor) -> int:
-    # An integer sum is exact in any order, so CPU and GPU agree; any one changed bit changes it.
+@torch.no_grad()
+def word_sums(tensors: Iterable[Tensor]) -> list[int]:
+    """Sum of every tensor's 2- or 4-byte words as integers; one transfer from the device.
+
+    An integer sum is exact in any order, so CPU and GPU agree, and parts of a tensor add up to the
+    whole; any one changed bit changes it.
+    """
+    sums = [_word_sum(tensor.detach()) for tensor in tensors]
+    return torch.stack(sums).tolist() if sums else []
+
+
+def _word_sum(tensor: Tensor) -> Tensor:
     words = tensor.contiguous().flatten().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
-    slices = words.split(CHECKSUM_SLICE)
-    return sum(int(part.sum(dtype=torch.int64)) for part in slices)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in words.split(CHECKSUM_SLICE):
+        total += part.sum(dtype=torch.int64)
+    return total

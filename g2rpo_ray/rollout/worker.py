@@ -15,11 +15,18 @@ from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import LatentShape, load_policy
 from g2rpo_ray.models.loading import DTYPES, load_part
 from g2rpo_ray.models.vae import PictureDecoder
-from g2rpo_ray.models.weights import WeightReceipt, load_weights, receipt, trainable_parameters
+from g2rpo_ray.models.weights import (
+    WeightReceipt,
+    layout_of,
+    load_weights,
+    receipt,
+    trainable_parameters,
+)
 from g2rpo_ray.prompts.dataset import Prompt
 from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
 from g2rpo_ray.rollout.sampler import Sampler
 from g2rpo_ray.rollout.strategies import make_strategy
+from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup
 
 
 class BrokenLatentsError(RunError):
@@ -105,6 +112,24 @@ class RolloutWorker:
         load_weights(self.policy, weights)
         self.weight_version = version
         return receipt(version, trainable_parameters(self.policy))
+
+    def join_weight_group(self, meeting: Meeting, rank: int) -> None:
+        """Become a receiver of a group."""
+        layout = layout_of(trainable_parameters(self.policy))
+        self._weight_group = WeightGroup(meeting, rank, layout, self.device)
+
+    def leave_weight_group(self) -> None:
+        """Before another group is formed."""
+        self._weight_group.close()
+
+    def receive_broadcast(self, version: int) -> WeightReceipt:
+        """Take over new weights in place; answers with what the model now really holds."""
+        weights = trainable_parameters(self.policy)
+        self._weight_group.transfer(
+            version, {name: weight.detach().view(-1) for name, weight in weights.items()}
+        )
+        self.weight_version = version
+        return receipt(version, weights)
 
     def rollout(
         self, prompt: Prompt, group_id: int, iteration: int

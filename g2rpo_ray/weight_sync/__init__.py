@@ -1,6 +1,15 @@
 """Weight sync: trained weights from the learner to every rollout worker, proven to have arrived."""
 
 from g2rpo_ray.weight_sync.base import SyncReport, WeightSync, WeightSyncError
+from g2rpo_ray.weight_sync.choice import make_weight_sync
+from g2rpo_ray.weight_sync.nccl import NcclSync
 from g2rpo_ray.weight_sync.object_store import ObjectStoreSync
 
-__all__ = ["ObjectStoreSync", "SyncReport", "WeightSync", "WeightSyncError"]
+__all__ = [
+    "NcclSync",
+    "ObjectStoreSync",
+    "SyncReport",
+    "WeightSync",
+    "WeightSyncError",
+    "make_weight_sync",
+]

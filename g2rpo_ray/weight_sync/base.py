@@ -3,12 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ray.actor import ActorHandle
 
 from g2rpo_ray.errors import RunError
-from g2rpo_ray.learner.group import LearnerGroup
 from g2rpo_ray.models.weights import WeightReceipt
+
+if TYPE_CHECKING:
+    from g2rpo_ray.learner.group import LearnerGroup
 
 
 class WeightSyncError(RunError):
@@ -30,7 +33,7 @@ class WeightSync(ABC):
 
     @abstractmethod
     def sync(
-        self, learner: LearnerGroup, workers: Sequence[ActorHandle], version: int
+        self, learner: "LearnerGroup", workers: Sequence[ActorHandle], version: int
     ) -> SyncReport:
         """Send version ``version`` to these rollout workers and verify each one's answer.
 

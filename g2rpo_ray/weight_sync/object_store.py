@@ -1,12 +1,15 @@
 """Weights through Ray's object store: one put, one get a worker, no process group to break."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import ray
 from ray.actor import ActorHandle
 
-from g2rpo_ray.learner.group import LearnerGroup
 from g2rpo_ray.weight_sync.base import SyncReport, WeightSync, WeightSyncError, verify
+
+if TYPE_CHECKING:
+    from g2rpo_ray.learner.group import LearnerGroup
 
 
 class ObjectStoreSync(WeightSync):
@@ -16,7 +19,7 @@ class ObjectStoreSync(WeightSync):
         self._timeout_s = timeout_s
 
     def sync(
-        self, learner: LearnerGroup, workers: Sequence[ActorHandle], version: int
+        self, learner: "LearnerGroup", workers: Sequence[ActorHandle], version: int
     ) -> SyncReport:
         expected, weights = learner.export_weight_refs(version)
         answers = [worker.receive_weights.remote(version, weights) for worker in workers]
@@ -25,7 +28,7 @@ class ObjectStoreSync(WeightSync):
         except ray.exceptions.GetTimeoutError:
             raise WeightSyncError(
                 f"weight sync of version {version} did not end within {self._timeout_s:g} s "
-                "(learner.timeout_s)"
+                "(weight_sync.timeout_s)"
             ) from None
         except ray.exceptions.RayError as error:
             raise WeightSyncError(f"weight sync of version {version} failed: {error}") from error

@@ -1,0 +1,159 @@
+"""Weights over a process group of the learner's ranks and all rollout workers, in place."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.actor import ActorHandle
+
+from g2rpo_ray.models.weights import TensorLayout, receipt_of
+from g2rpo_ray.weight_sync.base import SyncReport, WeightSync, WeightSyncError, verify
+from g2rpo_ray.weight_sync.broadcast import (
+    GivenUpError,
+    Meeting,
+    WeightGroupError,
+    give_up,
+)
+
+if TYPE_CHECKING:
+    from g2rpo_ray.learner.group import LearnerGroup
+
+GRACE_S = 15.0
+"""A member that waits in vain says so itself within this time after its limit."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    name: str
+    handle: ActorHandle
+
+
+@dataclass(frozen=True)
+class _Group:
+    meeting: Meeting
+    members: list[_Member]
+    layout: list[TensorLayout]
+
+
+class NcclSync(WeightSync):
+    """For full weights: NCCL where every role has a card of its own, gloo between CPUs."""
+
+    def __init__(self, bucket_mib: int, timeout_s: float) -> None:
+        """
+        Args:
+            bucket_mib: size of one broadcast; every member keeps two such buffers.
+            timeout_s: for forming the group, and for one sync.
+        """
+        self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
+        self._group: _Group | None = None
+
+    def sync(
+        self, learner: "LearnerGroup", workers: Sequence[ActorHandle], version: int
+    ) -> SyncReport:
+        members = [
+            _Member(f"learner rank {rank}", handle)
+            for rank, handle in enumerate(learner.weight_senders)
+        ]
+        senders = len(members)
+        members += [_Member(f"rollout worker {n}", worker) for n, worker in enumerate(workers)]
+        if self._group is None or self._group.members != members:
+            self._leave(members)
+            self._group = self._form(members, senders)
+        group = self._group
+        answers = self._call(
+            f"weight sync of version {version}",
+            [m.handle.send_weights.remote(version) for m in members[:senders]]
+            + [m.handle.receive_broadcast.remote(version) for m in members[senders:]],
+            members,
+            group.meeting,
+        )
+        sums = [sum(parts) for parts in zip(*answers[:senders], strict=True)]
+        return verify(receipt_of(version, group.layout, sums), answers[senders:])
+
+    def _form(self, members: list[_Member], senders: int) -> _Group:
+        try:
+            address, port = ray.get(
+                members[0].handle.open_weight_store.remote(self._timeout_s),
+                timeout=self._timeout_s + GRACE_S,
+            )
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+            raise WeightSyncError(f"{members[0].name} opens no weight group: {error}") from error
+        names = [member.name for member in members]
+        meeting = Meeting(address, port, names, senders, self._bucket_mib, self._timeout_s)
+        layouts = self._call(
+            "forming the weight group",
+            [m.handle.join_weight_group.remote(meeting, rank) for rank, m in enumerate(members)],
+            members,
+            meeting,
+        )
+        return _Group(meeting, members, layouts[0])
+
+    def _leave(self, members: list[_Member]) -> None:
+        """Let those who stay leave the group as it was; the others are dead or on their way out."""
+        if self._group is None:
+            return
+        old = {member.handle for member in self._group.members}
+        refs = [m.handle.leave_weight_group.remote() for m in members if m.handle in old]
+        self._group = None
+        ray.wait(refs, num_returns=len(refs), timeout=self._timeout_s)
+
+    def _call(
+        self,
+        what: str,
+        refs: list[ray.ObjectRef],
+        members: list[_Member],
+        meeting: Meeting,
+    ) -> list[Any]:
+        """Every member's answer. The first failure is told to the others, who give up then.
+
+        Raises:
+            WeightSyncError: with the members that died, hang, or failed, and the causes.
+        """
+        waiting = list(refs)
+        failed: dict[ray.ObjectRef, Exception] = {}
+        told = False
+        limit_s = self._timeout_s + GRACE_S
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=GRACE_S if failed else limit_s)
+            if not done:
+                break
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    failed[ref] = error
+            if failed and not told:
+                told = give_up(meeting)
+        if failed or waiting:
+            self._group = None
+            silent = [m.name for m, ref in zip(members, refs, strict=True) if ref in waiting]
+            causes = [
+                _cause(member.name, failed[ref])
+                for member, ref in zip(members, refs, strict=True)
+                if ref in failed
+            ]
+            raise WeightSyncError(f"{what} failed: {'; '.join(_root_causes(silent, causes))}")
+        return ray.get(refs)
+
+
+@dataclass(frozen=True)
+class _Cause:
+    rank: int
+    """0 explains the failure; 1 is of a member that waited in vain, 2 of one told to give up."""
+    text: str
+
+
+def _cause(name: str, error: Exception) -> _Cause:
+    if isinstance(error, ray.exceptions.RayActorError):
+        return _Cause(0, f"{name} died")
+    cause = getattr(error, "cause", error)
+    if isinstance(cause, WeightGroupError):
+        return _Cause(2 if isinstance(cause, GivenUpError) else 1, str(cause))
+    return _Cause(0, f"{name}: {type(cause).__name__}: {cause}")
+
+
+def _root_causes(silent: list[str], causes: list[_Cause]) -> list[str]:
+    first = min((cause.rank for cause in causes), default=0)
+    texts = [cause.text for cause in causes if cause.rank == first]
+    return ([f"no answer from {', '.join(silent)}"] if silent else []) + texts
