@@ -160,7 +160,13 @@ class LocalScoring:
         self._scorers = scorers
         self.names = sorted(scorers)
 
-    def submit(self, prompt: str, pictures: Any, names: list[str]) -> "LocalScores":
+    def submit(
+        self,
+        prompt_id: int,  # noqa: ARG002
+        prompt: str,
+        pictures: Any,
+        names: list[str],
+    ) -> "LocalScores":
         count = [prompt] * len(pictures)
         return LocalScores({name: self._scorers[name].score(pictures, count) for name in names})
 
@@ -171,6 +177,7 @@ class LocalScores:
 
     scores: dict[str, Any]
     failures: list[str] = field(default_factory=list)
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def result(self) -> dict[str, Any]:
         return self.scores

@@ -59,6 +59,7 @@ class KnownScores:
 
     scores: dict[str, Tensor]
     failures: list[str] = field(default_factory=list)
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def result(self) -> dict[str, Tensor]:
         return self.scores
@@ -70,7 +71,13 @@ class Redness:
 
     names: list[str]
 
-    def submit(self, prompt: str, pictures: Tensor, names: list[str]) -> KnownScores:  # noqa: ARG002
+    def submit(
+        self,
+        prompt_id: int,  # noqa: ARG002
+        prompt: str,  # noqa: ARG002
+        pictures: Tensor,
+        names: list[str],
+    ) -> KnownScores:
         red, green, blue = (pictures.float() / 255).mean(dim=(1, 2)).unbind(dim=-1)
         return KnownScores({name: red - (green + blue) / 2 for name in names})
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from g2rpo_ray.algorithm.advantage import Normalisation
+from g2rpo_ray.algorithm.advantage import Combination, Normalisation
 from g2rpo_ray.algorithm.objective import StepWeight
 from g2rpo_ray.config.base import Section
 
@@ -18,6 +18,9 @@ class AdvantageSection(Section):
     """A group whose standard deviation of a reward is at most this gives zero for that reward."""
     normalisation: Normalisation = "std"
     """``std`` z-scores; ``mean_only`` subtracts the group's mean and keeps the scale."""
+    combine: Combination = "advantages"
+    """``advantages`` normalises each reward by itself, then weighs and adds; ``rewards`` normalises
+    the weighted sum, so that a reward of wide scale counts more."""
     on_invalid: Literal["stop", "drop_group"] = "stop"
     """A NaN, infinite or missing reward stops the run, or drops its (prompt, step) and counts it.
     So does a ratio that is not finite, which leaves out its member alone."""

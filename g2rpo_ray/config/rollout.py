@@ -36,6 +36,9 @@ class RewardSection(Section):
     """The scorer's own settings, checked by the scorer's ``Options``."""
     weight: float = Field(1.0, ge=0)
     """Share of this reward's advantage in the sum; 0 means: evaluate only, never train on it."""
+    required: bool = True
+    """Whether an unusable score is treated as ``advantage.on_invalid`` says. If not, the reward is
+    left out of that group, the others decide, and the failure is counted."""
     min_replicas: int = Field(1, ge=1)
     """Replicas kept alive."""
     max_replicas: int = Field(1, ge=1)
@@ -46,6 +49,8 @@ class RewardSection(Section):
     """GPUs (or a fraction) that Ray reserves for a replica."""
     threads: int = Field(1, ge=1)
     """Threads of a replica's process."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray runtime environment of a replica: ``env_vars`` (API keys by name), ``pip``, ..."""
     batch_size: int = Field(32, ge=1)
     """Most pictures in one pass of the scorer; a batch is cut inside one request."""
     merge_requests: int = Field(1, ge=1)

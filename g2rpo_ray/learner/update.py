@@ -260,6 +260,8 @@ def _advantages(group: RolloutGroup, config: Config) -> Advantages:
         clamp=config.advantage.clamp,
         min_spread=config.advantage.min_spread,
         normalisation=config.advantage.normalisation,
+        combine=config.advantage.combine,
+        required=[reward.required for reward in trained.values()],
     )
 
 

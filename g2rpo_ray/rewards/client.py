@@ -14,7 +14,7 @@ from torch import Tensor
 from g2rpo_ray.config import RewardSection
 from g2rpo_ray.errors import RunError
 from g2rpo_ray.rewards.scorer import ScorerError
-from g2rpo_ray.rewards.server import ScoreRequest
+from g2rpo_ray.rewards.server import ScoreAnswer, ScoreRequest
 
 
 class InvalidRewardError(RunError):
@@ -34,9 +34,11 @@ class RewardClient:
     def names(self) -> list[str]:
         return sorted(self.rewards)
 
-    def submit(self, prompt: str, pictures: Tensor, names: list[str]) -> "PendingScores":
+    def submit(
+        self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]
+    ) -> "PendingScores":
         """Send pictures (uint8 ``[B, H, W, 3]``, one prompt) to these rewards; returns at once."""
-        request = ScoreRequest(prompt, pictures)
+        request = ScoreRequest(prompt_id, prompt, pictures)
         sent = {name: self.handles[name].score.remote(request) for name in names}
         return PendingScores(self, request, sent, time.monotonic())
 
@@ -52,6 +54,9 @@ class PendingScores:
     sent_at_s: float
     failures: list[str] = field(default_factory=list)
     """What failed for good, filled by ``result``."""
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Reward name -> ``failures``, and ``latency_s`` and ``batch_fill`` where there was an answer;
+    filled by ``result``."""
 
     def result(self) -> dict[str, Tensor]:
         """Wait for all scores: reward name -> float32 ``[B]``.
@@ -77,21 +82,26 @@ class PendingScores:
             except (RayServeException, ray.exceptions.RayError) as error:
                 cause = f"the replica failed: {error}"
             if cause is None:
-                assert isinstance(answer, Tensor)
-                return answer
+                assert isinstance(answer, ScoreAnswer)
+                self.measured[name] = {
+                    "latency_s": answer.seconds,
+                    "batch_fill": answer.batch_fill,
+                    "failures": attempt,
+                }
+                return answer.scores
+        self.measured[name] = {"failures": reward.retries + 1}
         message = (
-            f"reward {name!r} has no usable score for prompt {self.request.prompt!r:.80} after "
-            f"{reward.retries + 1} tries: {cause}"
+            f"reward {name!r} has no usable score for prompt {self.request.prompt_id} "
+            f"({self.request.prompt!r:.80}) after {reward.retries + 1} tries: {cause}"
         )
-        if self.client.stop_on_invalid:
+        if self.client.stop_on_invalid and reward.required:
             raise InvalidRewardError(message)
         self.failures.append(message)
         return torch.full((len(self.request.pictures),), torch.nan)
 
     @staticmethod
-    def _fault_of(answer: Tensor | ScorerError) -> str | None:
+    def _fault_of(answer: ScoreAnswer | ScorerError) -> str | None:
         if isinstance(answer, ScorerError):
             return str(answer)
-        if not bool(answer.isfinite().all()):
-            return f"{int((~answer.isfinite()).sum())} of {len(answer)} scores are NaN or infinite"
-        return None
+        broken = int((~answer.scores.isfinite()).sum())
+        return f"{broken} of {len(answer.scores)} scores are NaN or infinite" if broken else None

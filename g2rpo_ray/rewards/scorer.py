@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from g2rpo_ray.config import Section
@@ -15,7 +16,8 @@ class ScorerError(InputError):
 
 
 class RewardScorer(ABC):
-    """A reward model. Importing its module must be cheap: load libraries in ``__init__``."""
+    """A reward model, without Ray. Importing its module must be cheap: load libraries in
+    ``__init__``."""
 
     class Options(Section):
         """Settings under ``rewards.<name>.options``; subclasses add theirs."""
@@ -38,3 +40,42 @@ class RewardScorer(ABC):
         Returns:
             float32 ``[B]`` on the CPU. NaN says "no answer"; an exception fails the request.
         """
+
+
+def check_request(pictures: Tensor, prompts: Sequence[str]) -> None:
+    """Refuse what no scorer should see.
+
+    Raises:
+        ScorerError: not uint8 ``[B, H, W, 3]`` with B, H, W of 1 or more, or not B texts.
+    """
+    wanted = "expected uint8 [B, H, W, 3] (g2rpo_ray.rewards.pictures makes it from files)"
+    if pictures.dtype != torch.uint8:
+        lost = ""
+        if pictures.is_floating_point() and not bool(pictures.isfinite().all()):
+            lost = f", {int((~pictures.isfinite()).sum())} values NaN or infinite"
+        raise ScorerError(
+            f"pictures are {str(pictures.dtype).removeprefix('torch.')}{lost}; {wanted}"
+        )
+    if pictures.ndim != 4 or pictures.shape[-1] != 3:
+        raise ScorerError(f"pictures have shape {list(pictures.shape)}; {wanted}")
+    if pictures.numel() == 0:
+        raise ScorerError(f"pictures are empty: shape {list(pictures.shape)}; {wanted}")
+    if len(prompts) != len(pictures):
+        raise ScorerError(f"{len(prompts)} prompts came with {len(pictures)} pictures")
+
+
+def check_scores(scores: object, expected: int) -> Tensor:
+    """A scorer's answer as float32 ``[expected]``; NaN and infinity pass, the caller judges them.
+
+    Raises:
+        ScorerError: no tensor of real numbers, or not one for each picture.
+    """
+    if not isinstance(scores, Tensor):
+        raise ScorerError(f"returned {type(scores).__name__}; expected a float32 tensor")
+    if scores.is_complex() or scores.dtype == torch.bool:
+        raise ScorerError(f"returned {scores.dtype}; expected float32")
+    if scores.shape != (expected,):
+        raise ScorerError(
+            f"returned shape {tuple(scores.shape)} for {expected} pictures; expected ({expected},)"
+        )
+    return scores.detach().float().cpu()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from g2rpo_ray.config import RewardSection
 from g2rpo_ray.rewards.registry import make_scorer
-from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rewards.scorer import ScorerError, check_request, check_scores
 
 REQUESTS_PER_REPLICA = 32
 _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
@@ -25,9 +25,22 @@ _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 class ScoreRequest:
     """Pictures of one prompt: a whole group, so that calls are few and large."""
 
+    prompt_id: int
     prompt: str
     pictures: Tensor
     """uint8 ``[B, H, W, 3]``."""
+
+
+@dataclass(frozen=True)
+class ScoreAnswer:
+    """Scores of one request, and what they took."""
+
+    scores: Tensor
+    """float32 ``[B]``."""
+    seconds: float
+    """Time of the scorer, of all requests that shared its passes."""
+    batch_fill: float
+    """Pictures in the scorer's passes, by what ``batch_size`` allows."""
 
 
 class RewardServer:
@@ -41,8 +54,8 @@ class RewardServer:
         self.score.set_max_batch_size(reward.merge_requests)
 
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.005)
-    async def score(self, requests: list[ScoreRequest]) -> list[Tensor | ScorerError]:
-        """float32 ``[B]`` for each request; an error fails its request alone."""
+    async def score(self, requests: list[ScoreRequest]) -> list[ScoreAnswer | ScorerError]:
+        """An answer for each request; an error fails its request alone."""
         if len(requests) == 1:
             return [self._answer(requests[0].pictures, [requests[0].prompt])]
         sizes = [len(request.pictures) for request in requests]
@@ -52,27 +65,24 @@ class RewardServer:
         if isinstance(answer, ScorerError):
             # One bad request must not fail those it met.
             return [self._answer(request.pictures, [request.prompt]) for request in requests]
-        return list(answer.split(sizes))
+        parts = answer.scores.split(sizes)
+        return [ScoreAnswer(part, answer.seconds, answer.batch_fill) for part in parts]
 
-    def _answer(self, pictures: Tensor, prompts: list[str]) -> Tensor | ScorerError:
-        prompts = prompts * (len(pictures) // len(prompts))
+    def _answer(self, pictures: Tensor, prompts: list[str]) -> ScoreAnswer | ScorerError:
+        if len(prompts) == 1:
+            prompts = prompts * len(pictures)
+        started_s = time.perf_counter()
         size = self._reward.batch_size
         try:
-            parts = [
-                self._scorer.score(pictures[i : i + size], prompts[i : i + size])
-                for i in range(0, len(pictures), size)
-            ]
-            return self._checked(torch.cat(parts), len(pictures))
+            check_request(pictures, prompts)
+            parts = []
+            for first in range(0, len(pictures), size):
+                part, texts = pictures[first : first + size], prompts[first : first + size]
+                parts.append(check_scores(self._scorer.score(part, texts), len(part)))
+            seconds = time.perf_counter() - started_s
+            return ScoreAnswer(torch.cat(parts), seconds, len(pictures) / (len(parts) * size))
         except Exception as error:  # noqa: BLE001  (user code; the caller retries, drops or stops)
             return ScorerError(f"reward {self._name!r}: {type(error).__name__}: {error}")
-
-    def _checked(self, scores: Tensor, expected: int) -> Tensor:
-        if scores.shape != (expected,):
-            raise ScorerError(
-                f"returned shape {tuple(scores.shape)} for {expected} pictures; expected "
-                f"({expected},)"
-            )
-        return scores.float()
 
 
 @contextmanager
@@ -123,6 +133,7 @@ def _deployment(name: str, reward: RewardSection) -> serve.Application:
         ray_actor_options={
             "num_cpus": reward.cpus_per_replica,
             "num_gpus": reward.gpus_per_replica,
+            "runtime_env": reward.runtime_env,
         },
         autoscaling_config=AutoscalingConfig(
             min_replicas=reward.min_replicas,

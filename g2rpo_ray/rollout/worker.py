@@ -40,6 +40,10 @@ class PendingScores(Protocol):
     def failures(self) -> list[str]:
         """After ``result``: what failed for good, in words."""
 
+    @property
+    def measured(self) -> dict[str, dict[str, float]]:
+        """After ``result``: reward name -> ``latency_s``, ``batch_fill``, ``failures``."""
+
     def result(self) -> dict[str, Tensor]:
         """Reward name -> float32 ``[B]``; NaN for a failed reward, if the run goes on then."""
 
@@ -50,7 +54,9 @@ class Scoring(Protocol):
     @property
     def names(self) -> list[str]: ...
 
-    def submit(self, prompt: str, pictures: Tensor, names: list[str]) -> PendingScores: ...
+    def submit(
+        self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]
+    ) -> PendingScores: ...
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class RolloutSummary:
     """Share of (granularity, step) whose spread is at most ``advantage.min_spread``."""
     failures: list[str]
     """Rewards that failed for good, in words."""
+    measured: list[dict[str, dict[str, float]]]
+    """What each request to the reward servers took, see ``PendingScores.measured``."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,8 @@ class RolloutWorker:
             finite = x0.isfinite().all(dim=-1).all(dim=-1)
             pictures = self.decoder.decode(x0.flatten(0, 1))
             decoded += len(pictures)
-            pending.append((positions, finite, self.scoring.submit(prompt.text, pictures, names)))
+            sent = self.scoring.submit(prompt.prompt_id, prompt.text, pictures, names)
+            pending.append((positions, finite, sent))
             clock.lap("decode_s")
         clock.lap("denoise_s")
         failures: list[str] = []
@@ -182,7 +191,8 @@ class RolloutWorker:
             batch_size=config.rollout.batch_size,
             seconds=clock.seconds,
         )
-        return self._summary(group, decoded, failures), group
+        measured = [scores.measured for _, _, scores in pending]
+        return self._summary(group, decoded, failures, measured), group
 
     def evaluate(self, prompt: Prompt) -> HeldoutPictures:
         """Draw a held-out prompt by ODE from fixed seeds and score it with every reward."""
@@ -196,7 +206,8 @@ class RolloutWorker:
         sampler = self._sampler(settings.steps)
         x0 = sampler.trajectory(torch.stack(start).to(self.device), self._embeds(prompt)).x0
         pictures = self.decoder.decode(x0)
-        scores = self.scoring.submit(prompt.text, pictures, self.scoring.names).result()
+        pending = self.scoring.submit(prompt.prompt_id, prompt.text, pictures, self.scoring.names)
+        scores = pending.result()
         evaluations = self.policy.evaluations - before
         return HeldoutPictures(prompt.prompt_id, prompt.text, pictures, scores, evaluations)
 
@@ -219,7 +230,13 @@ class RolloutWorker:
     def _embeds(self, prompt: Prompt) -> PromptEmbeds:
         return prompt.embeds.to(self.device)
 
-    def _summary(self, group: RolloutGroup, pictures: int, failures: list[str]) -> RolloutSummary:
+    def _summary(
+        self,
+        group: RolloutGroup,
+        pictures: int,
+        failures: list[str],
+        measured: list[dict[str, dict[str, float]]],
+    ) -> RolloutSummary:
         by_reward = dict(zip(group.reward_names, group.rewards, strict=True))
         spread = {name: values.std(dim=-1) for name, values in by_reward.items()}
         limit = self.config.advantage.min_spread
@@ -235,6 +252,7 @@ class RolloutWorker:
                 name: float((values <= limit).float().mean()) for name, values in spread.items()
             },
             failures=failures,
+            measured=measured,
         )
 
 

@@ -1,5 +1,6 @@
 """From what the roles answer to the metrics of one iteration."""
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -15,6 +16,9 @@ def rollout_metrics(summaries: Sequence[RolloutSummary], generate_s: float) -> d
         values[f"reward/{name}/mean"] = fmean(s.reward_mean[name] for s in summaries)
         values[f"reward/{name}/spread"] = fmean(s.reward_spread[name] for s in summaries)
         values[f"reward/{name}/constant_share"] = fmean(s.constant_share[name] for s in summaries)
+        requests = [request[name] for s in summaries for request in s.measured if name in request]
+        if requests:
+            values |= _scoring_metrics(name, requests)
     for phase in ("denoise_s", "decode_s", "score_s"):
         values[f"rollout/{phase}"] = sum(s.seconds.get(phase, 0.0) for s in summaries)
     evaluations = sum(s.evaluations for s in summaries)
@@ -24,6 +28,16 @@ def rollout_metrics(summaries: Sequence[RolloutSummary], generate_s: float) -> d
         "rollout/pictures": sum(s.pictures for s in summaries),
         "rollout/evaluations_per_s": evaluations / generate_s,
     }
+
+
+def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, float]:
+    # A request without an answer has neither time nor passes.
+    answered = [request for request in requests if "latency_s" in request]
+    means = {
+        f"reward/{name}/{key}": fmean(r[key] for r in answered) if answered else math.nan
+        for key in ("latency_s", "batch_fill")
+    }
+    return means | {f"reward/{name}/failures": sum(r["failures"] for r in requests)}
 
 
 def update_metrics(update: LearnerUpdate) -> dict[str, float]:

@@ -52,6 +52,16 @@ METRICS: dict[str, Metric] = {
         "share", "Part of the (prompt, step, granularity) whose scores do not differ: they teach "
         "nothing.",
     ),
+    "reward/<name>/latency_s": Metric(
+        "s", "Time in which a replica scored one request, mean; waiting for a free replica is in "
+        "rollout/score_s. No number where nothing was scored.",
+    ),
+    "reward/<name>/batch_fill": Metric(
+        "share", "Pictures in the scorer's passes, by what rewards.<name>.batch_size allows, mean."
+    ),
+    "reward/<name>/failures": Metric(
+        "count", "Tries that gave no usable score, those that a retry mended included."
+    ),
     "advantage/abs_mean": Metric("1", "Mean size of the integrated advantage of a branch."),
     "advantage/clamped_share": Metric("share", "Part of the branches cut at ±advantage.clamp."),
     "groups/trained": Metric("groups", "(prompt, step) groups that the learner trained on."),

@@ -101,6 +101,48 @@ def test_an_invalid_reward_drops_its_group_and_no_other(seed: int, bad: float, s
     torch.testing.assert_close(result.values[others], advantages(rewards, clamp=5.0)[others])
 
 
+@given(seeds, st.integers(0, 3))
+def test_a_reward_that_is_not_required_is_left_out_of_its_group(seed: int, step: int) -> None:
+    rewards = normal(2, 2, 4, 5, seed=seed)
+    broken = rewards.clone()
+    broken[1, 0, step, 2] = math.nan
+    result = integrate_advantages(
+        broken, [1.0, 1.0], clamp=1e9, min_spread=1e-6, required=[True, False]
+    )
+    assert bool(result.valid.all())
+    torch.testing.assert_close(result.values[step], advantages(rewards[:1])[step])
+    others = [k for k in range(4) if k != step]
+    torch.testing.assert_close(result.values[others], advantages(rewards)[others])
+
+
+def test_a_group_without_any_reward_is_dropped_even_if_none_is_required() -> None:
+    rewards = normal(2, 1, 2, 4, seed=0)
+    rewards[:, :, 1] = math.nan
+    result = integrate_advantages(
+        rewards, [1.0, 1.0], clamp=5.0, min_spread=1e-6, required=[False, False]
+    )
+    assert result.valid.tolist() == [True, False]
+    assert result.values[1].abs().max() == 0
+
+
+@given(seeds, st.floats(0.1, 10), st.floats(0.1, 10))
+def test_rewards_may_be_added_before_they_are_normalised(seed: int, a: float, b: float) -> None:
+    rewards = normal(2, 2, 3, 6, seed=seed)
+    result = integrate_advantages(
+        rewards, [a, b], clamp=1e9, min_spread=1e-6, combine="rewards"
+    ).values
+    torch.testing.assert_close(result, advantages(a * rewards[:1] + b * rewards[1:]))
+
+
+def test_the_way_to_combine_matters_where_one_scale_is_wider() -> None:
+    wide = torch.tensor([[[[0.0, 100.0]]], [[[1.0, 0.0]]]])
+    common = {"clamp": 5.0, "min_spread": 1e-6}
+    added = integrate_advantages(wide, [1.0, 1.0], **common).values[0]  # type: ignore[arg-type]
+    summed = integrate_advantages(wide, [1.0, 1.0], **common, combine="rewards")  # type: ignore[arg-type]
+    torch.testing.assert_close(added, torch.zeros(2), rtol=0, atol=1e-6)
+    assert summed.values[0, 1] > 0.7
+
+
 @given(st.floats(-10, 10), st.floats(0, 1e-7))
 def test_a_constant_group_gives_zero_and_is_counted(value: float, jitter: float) -> None:
     rewards = torch.full((1, 1, 1, 4), value, dtype=torch.float64)

@@ -29,7 +29,7 @@ class Servers:
     logs: dict[str, Path]
 
     def score(self, prompt: str, reward: str = "single") -> Tensor:
-        return self.client.submit(prompt, PICTURES, [reward]).result()[reward]
+        return self.client.submit(7, prompt, PICTURES, [reward]).result()[reward]
 
     def calls(self, prompt: str, reward: str = "single") -> int:
         lines = self.logs[reward].read_text().splitlines()
@@ -92,9 +92,9 @@ def test_any_float_type_becomes_float32(servers: Servers) -> None:
         ("raise", 1, "ZeroDivisionError: the scorer's own bug"),
         ("nan", 2, "2 of 4 scores are NaN or infinite"),
         ("infinite", 2, "2 of 4 scores are NaN or infinite"),
-        ("few", 2, "returned shape (2,) for 4 pictures; expected (4,)"),
-        ("shape", 2, "returned shape (4, 1) for 4 pictures; expected (4,)"),
-        ("type", 2, "TypeError"),
+        ("few", 1, "returned shape (2,) for 3 pictures; expected (3,)"),
+        ("shape", 1, "returned shape (3, 1) for 3 pictures; expected (3,)"),
+        ("type", 1, "returned list; expected a float32 tensor"),
     ],
 )
 def test_a_bad_answer_is_retried_and_then_stops_with_its_names(
@@ -104,7 +104,7 @@ def test_a_bad_answer_is_retried_and_then_stops_with_its_names(
     with pytest.raises(InvalidRewardError) as caught:
         servers.score(prompt)
     message = str(caught.value)
-    assert f"reward 'single' has no usable score for prompt '{prompt}'" in message
+    assert f"reward 'single' has no usable score for prompt 7 ('{prompt}')" in message
     assert f"after {RETRIES + 1} tries" in message
     assert cause in message
     assert servers.calls(prompt) == batches * (RETRIES + 1)
@@ -115,7 +115,7 @@ def test_a_bad_answer_is_nan_with_its_words_where_the_run_goes_on(
     servers: Servers, wish: str
 ) -> None:
     pending = servers.with_settings(stop_on_invalid=False).client.submit(
-        f"{wish} and go on", PICTURES, ["single"]
+        7, f"{wish} and go on", PICTURES, ["single"]
     )
     assert pending.failures == []
     scores = pending.result()["single"]
@@ -127,13 +127,56 @@ def test_a_bad_answer_is_nan_with_its_words_where_the_run_goes_on(
 
 def test_one_failed_reward_leaves_the_other_its_scores(servers: Servers) -> None:
     client = servers.with_settings(stop_on_invalid=False).client
-    pending = client.submit("good for both", PICTURES, ["merging", "single"])
+    pending = client.submit(7, "good for both", PICTURES, ["merging", "single"])
     assert all(torch.allclose(scores, BRIGHTNESS) for scores in pending.result().values())
     assert pending.failures == []
 
 
+def test_a_failed_reward_that_is_not_required_does_not_stop_the_run(servers: Servers) -> None:
+    optional = servers.with_settings(required=False).client
+    pending = optional.submit(7, "raise but optional", PICTURES, ["single"])
+    assert pending.result()["single"].isnan().all()
+    assert "prompt 7 ('raise but optional')" in pending.failures[0]
+    assert pending.measured == {"single": {"failures": RETRIES + 1}}
+
+
+def test_what_a_request_took_is_measured(servers: Servers) -> None:
+    pending = servers.client.submit(7, "good and measured", PICTURES, ["single"])
+    pending.result()
+    measured = pending.measured["single"]
+    # 4 pictures in two passes of at most 3.
+    assert measured["batch_fill"] == pytest.approx(4 / 6)
+    assert measured["failures"] == 0
+    assert 0 < measured["latency_s"] < 60
+
+
+@pytest.mark.parametrize(
+    ("pictures", "cause"),
+    [
+        (PICTURES[:0], "pictures are empty: shape [0, 8, 8, 3]"),
+        (PICTURES[:, :0], "pictures are empty: shape [4, 0, 8, 3]"),
+        (PICTURES / 255, "pictures are float32; expected uint8 [B, H, W, 3]"),
+        (torch.full((1, 8, 8, 3), torch.nan), "pictures are float32, 192 values NaN or infinite"),
+        (PICTURES[..., 0], "pictures have shape [4, 8, 8]"),
+        (PICTURES[..., :1], "pictures have shape [4, 8, 8, 1]"),
+        (torch.zeros(4, 8, 8, 4, dtype=torch.uint8), "pictures have shape [4, 8, 8, 4]"),
+    ],
+    ids=["none", "no rows", "float", "nan", "grey-scale", "one channel", "RGBA"],
+)
+def test_pictures_that_are_none_are_refused_with_their_names(
+    servers: Servers, pictures: Tensor, cause: str
+) -> None:
+    client = servers.with_settings(retries=0).client
+    with pytest.raises(InvalidRewardError) as caught:
+        client.submit(7, "odd pictures", pictures, ["single"]).result()
+    assert "reward 'single' has no usable score for prompt 7 ('odd pictures')" in str(caught.value)
+    assert cause in str(caught.value)
+
+
 def test_a_failure_that_passes_is_mended_by_the_retry(servers: Servers) -> None:
-    assert torch.allclose(servers.score("once is no custom"), BRIGHTNESS)
+    pending = servers.client.submit(7, "once is no custom", PICTURES, ["single"])
+    assert torch.allclose(pending.result()["single"], BRIGHTNESS)
+    assert pending.measured["single"]["failures"] == 1
     # The first batch failed, then both were scored.
     assert servers.calls("once is no custom") == 3
 
@@ -148,7 +191,7 @@ def test_good_requests_that_meet_a_bad_one_keep_their_scores(servers: Servers) -
     client = servers.with_settings(stop_on_invalid=False, retries=0).client
     prompts = ["good a", "raise b", "good c", "few d", "good e", "nan f", "good g", "type h"]
     # The first occupies the replica, so that the others meet.
-    submitted = [client.submit(p, PICTURES, ["merging"]) for p in ["hang first", *prompts]]
+    submitted = [client.submit(7, p, PICTURES, ["merging"]) for p in ["hang first", *prompts]]
     results = [pending.result()["merging"] for pending in submitted[1:]]
     for prompt, scores in zip(prompts, results, strict=True):
         if prompt.startswith("good"):
@@ -171,7 +214,7 @@ def test_no_answer_in_time_is_named_with_the_setting(servers: Servers) -> None:
 def test_an_answer_that_was_there_in_time_may_be_fetched_late(servers: Servers) -> None:
     servers.score("good before")
     pending = servers.with_settings(timeout_s=1.0, retries=0).client.submit(
-        "good but late", PICTURES, ["single"]
+        7, "good but late", PICTURES, ["single"]
     )
     deadline = time.monotonic() + 60
     while servers.calls("good but late") < 2:
