@@ -13,12 +13,12 @@ from g2rpo_ray.config.algorithm import (
     SamplingSection,
 )
 from g2rpo_ray.config.base import ConfigError, Section
+from g2rpo_ray.config.cluster import ClusterSection
 from g2rpo_ray.config.files import config_from_dict, load_config, resolve_path, save_config
 from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
 from g2rpo_ray.config.model import LoraSection, ModelSection, PromptsSection
 from g2rpo_ray.config.operation import (
     CheckpointSection,
-    ClusterSection,
     EvaluationSection,
     TrackingSection,
 )

@@ -48,6 +48,9 @@ class LearnerSection(Section):
     """CPUs that Ray reserves for a rank."""
     gpus_per_rank: float = Field(1.0, ge=0)
     """GPUs (or a fraction of one) that Ray reserves for a rank."""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
+    ``in(x, y)``."""
     threads: int = Field(1, ge=1)
     """Threads of a rank's process."""
     zero_stage: Literal[1, 2, 3] = 2

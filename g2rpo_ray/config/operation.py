@@ -36,14 +36,3 @@ class TrackingSection(Section):
     """Write TensorBoard events into the run folder."""
     wandb_project: str | None = None
     """Weights & Biases project; none turns it off. The key comes from the environment."""
-
-
-class ClusterSection(Section):
-    """The Ray cluster."""
-
-    address: str | None = None
-    """Ray address; none starts a private one on this machine unless RAY_ADDRESS is set."""
-    dashboard: bool = True
-    """Start the Ray dashboard with a private cluster; costs about a second and 150 MiB."""
-    start_timeout_s: float = Field(300.0, gt=0)
-    """Longest wait for placement and for actors to load their models."""

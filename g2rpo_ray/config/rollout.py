@@ -16,6 +16,9 @@ class RolloutSection(Section):
     """CPUs that Ray reserves for a worker."""
     gpus_per_worker: float = Field(1.0, ge=0)
     """GPUs (or a fraction of one) that Ray reserves for a worker."""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
+    ``in(x, y)``."""
     threads: int = Field(1, ge=1)
     """Threads of a worker's process; results depend on it in the last bit, so it is fixed here."""
     batch_size: int = Field(8, ge=1)
@@ -47,6 +50,9 @@ class RewardSection(Section):
     """CPUs that Ray reserves for a replica."""
     gpus_per_replica: float = Field(0.0, ge=0)
     """GPUs (or a fraction) that Ray reserves for a replica."""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
+    ``in(x, y)``."""
     threads: int = Field(1, ge=1)
     """Threads of a replica's process."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)

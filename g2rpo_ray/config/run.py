@@ -13,11 +13,11 @@ from g2rpo_ray.config.algorithm import (
     SamplingSection,
 )
 from g2rpo_ray.config.base import Section, problems
+from g2rpo_ray.config.cluster import ClusterSection
 from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
 from g2rpo_ray.config.model import ModelSection, PromptsSection
 from g2rpo_ray.config.operation import (
     CheckpointSection,
-    ClusterSection,
     EvaluationSection,
     TrackingSection,
 )

@@ -134,6 +134,7 @@ def _deployment(name: str, reward: RewardSection) -> serve.Application:
             "num_cpus": reward.cpus_per_replica,
             "num_gpus": reward.gpus_per_replica,
             "runtime_env": reward.runtime_env,
+            "label_selector": reward.label_selector,
         },
         autoscaling_config=AutoscalingConfig(
             min_replicas=reward.min_replicas,
