@@ -55,6 +55,13 @@ class LearnerSection(Section):
     """Threads of a rank's process."""
     zero_stage: Literal[1, 2, 3] = 2
     """DeepSpeed ZeRO stage."""
+    offload_optimizer: bool = False
+    """Keep fp32 weights and AdamW's moments in host memory, and update them on the CPU."""
+    offload_parameters: bool = False
+    """Keep this rank's shard of the weights in host memory, too; needs ``zero_stage: 3``."""
+    compile: bool = False
+    """Compile the transformer's blocks with torch.compile. Its rounding may differ from the
+    rollout's: compile both, or set ``old_log_prob: learner``."""
     update: Literal["per_sde_step", "per_iteration"] = "per_sde_step"
     """One optimizer step per SDE step, or one per iteration over all of them."""
     learning_rate: float = Field(2e-6, gt=0)

@@ -25,6 +25,9 @@ class ModelSection(Section):
     path: str
     """Folder in diffusers' layout (model_index.json, transformer/, vae/, text_encoder/, ...).
     ``tiny_world:flux`` is the small model inside this package."""
+    random_weights: bool = False
+    """For benchmarks: transformer and VAE have the architecture of the folder's ``config.json`` and
+    random weights, made on the device; no weight file of theirs is read."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """What the network computes in; latents and log-probabilities are float32 always."""
     lora: LoraSection | None = None

@@ -72,6 +72,11 @@ class Config(Section):
             )
         if not self.trained_rewards:
             raise ValueError("rewards: every weight is 0; at least one reward must be trained on")
+        if self.learner.offload_parameters and self.learner.zero_stage != 3:
+            raise ValueError(
+                f"learner.offload_parameters is true and learner.zero_stage is "
+                f"{self.learner.zero_stage}; only stage 3 splits the weights: set zero_stage 3"
+            )
         self._check_transport()
         self._check_scorers()
         return self

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
+from typing import Any
 
 # Read by deepspeed at import: without a CUDA card it must not look for one.
 import torch
@@ -57,6 +59,16 @@ def join_process_group(
     )
 
 
+def _zero_config(settings: LearnerSection) -> dict[str, Any]:
+    config: dict[str, Any] = {"stage": settings.zero_stage}
+    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if settings.offload_optimizer:
+        config["offload_optimizer"] = host
+    if settings.offload_parameters:
+        config["offload_param"] = host
+    return config
+
+
 class LearnerEngine:
     """One rank's policy under DeepSpeed ZeRO, with AdamW on fp32 master weights."""
 
@@ -85,6 +97,7 @@ class LearnerEngine:
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
+            fused=settings.offload_optimizer or None,
         )
         dtype = next(policy.parameters()).dtype
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -95,12 +108,19 @@ class LearnerEngine:
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": 1,
                 "gradient_clipping": settings.max_grad_norm,
-                "zero_optimization": {"stage": settings.zero_stage},
+                "zero_optimization": _zero_config(settings),
                 "zero_allow_untested_optimizer": True,
+                # DeepSpeed's own CPU optimizer would need a C++ compiler on every machine.
+                "zero_force_ds_cpu_optimizer": False,
                 "bf16": {"enabled": dtype == torch.bfloat16},
             },
         )
         self.policy: FluxPolicy = self._engine.module
+        # Adapters are many and small: their gradients stay whole on every rank until the step, and
+        # are reduced once. All weights' gradients would not fit; they are reduced in every pass.
+        self._reduces_once = any(not p.requires_grad for p in policy.parameters())
+        self._accumulation = ExitStack()
+        self._accumulates = False
         self._start_moments()
         if state is not None:
             self._load_state(state)
@@ -117,7 +137,11 @@ class LearnerEngine:
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate gradients; ``last`` marks the final pass before ``step`` on every rank."""
-        self._engine.set_gradient_accumulation_boundary(last)
+        if self._reduces_once and not self._accumulates:
+            self._accumulation.enter_context(self._engine.coalesce_grad_reduction())
+            self._accumulates = True
+        elif not self._reduces_once:
+            self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
 
     def step(self) -> float:
@@ -126,6 +150,8 @@ class LearnerEngine:
         Raises:
             LearnerError: the gradient is not finite. The weights are already lost then.
         """
+        self._accumulation.close()
+        self._accumulates = False
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate
         self._engine.step()
@@ -139,11 +165,11 @@ class LearnerEngine:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Trainable weights in the compute dtype, on the CPU; collective under ZeRO-3."""
-        return {
-            name: self._gathered(parameter).cpu().clone()
-            for name, parameter in self._parameters().items()
-        }
+        """Trainable weights in the compute dtype, on this rank's device; collective under ZeRO-3.
+
+        Not copies, except under ZeRO-3.
+        """
+        return {name: self._gathered(parameter) for name, parameter in self._parameters().items()}
 
     def weight_layout(self) -> list[TensorLayout]:
         """Trainable weights in the compute dtype, whole, in the order of their names."""
@@ -215,5 +241,7 @@ class LearnerEngine:
         return {n: p for n, p in self.policy.transformer.named_parameters() if n in self._names}
 
     def _gathered(self, parameter: nn.Parameter) -> Tensor:
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+        if not hasattr(parameter, "ds_id"):
+            return parameter.detach()
+        with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import ray
 import torch
-from torch import Tensor
 
 from g2rpo_ray.config import Config
+from g2rpo_ray.device import role_device
 from g2rpo_ray.learner.checkpoint import (
     CheckpointInfo,
     delete_old_checkpoints,
@@ -18,7 +18,7 @@ from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
 from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.lora import coverage
-from g2rpo_ray.models.weights import TensorLayout, WeightReceipt, receipt
+from g2rpo_ray.models.weights import PackedWeights, TensorLayout, WeightReceipt, receipt
 from g2rpo_ray.rollout.group import RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup, open_store
 
@@ -29,7 +29,7 @@ class Learner:
     def __init__(self, config: Config, rank: int) -> None:
         torch.set_num_threads(config.learner.threads)
         self.config, self.rank = config, rank
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = role_device(config.learner.gpus_per_rank)
 
     def free_address(self) -> tuple[str, int]:
         """Address of this node and a free port on it, for the process group to meet at."""
@@ -43,6 +43,8 @@ class Learner:
         settings = self.config.learner
         join_process_group(self.rank, settings.ranks, address, port, settings.timeout_s)
         policy = load_policy(self.config).to(self.device)
+        if settings.compile:
+            policy.transformer.compile_repeated_blocks(fullgraph=True)
         if checkpoint is None:
             self.engine = LearnerEngine(policy, settings)
         else:
@@ -66,10 +68,12 @@ class Learner:
             device=self.device,
         )
 
-    def export_weights(self, version: int) -> tuple[WeightReceipt | None, dict[str, Tensor] | None]:
+    def export_weights(self, version: int) -> tuple[WeightReceipt | None, PackedWeights | None]:
         """Receipt and trainable weights from rank 0; the others only take part."""
         weights = self.engine.weights()
-        return (receipt(version, weights), weights) if self.rank == 0 else (None, None)
+        if self.rank > 0:
+            return None, None
+        return receipt(version, weights), PackedWeights.of(weights)
 
     def open_weight_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the store where the members of a new weight group meet; address and port."""

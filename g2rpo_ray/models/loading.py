@@ -75,11 +75,15 @@ def check_model_folder(model: ModelSection) -> Path:
 def load_part(model: ModelSection, part: str, dtype: torch.dtype) -> Any:
     """Load one model of the folder in ``dtype``, in evaluation mode, on the CPU.
 
+    With ``model.random_weights`` transformer and VAE are made on the card instead, if there is one.
+
     Raises:
         ModelFolderError: weights are missing, cut short, unexpected, or of other shapes.
     """
     folder = resolve_path(model.path) / part
     cls = PARTS[part]
+    if model.random_weights and part in ("transformer", "vae"):
+        return _random_network(cls, _read_json(folder / "config.json"), dtype)
     is_network = not part.startswith("tokenizer")
     # Without use_safetensors the libraries would fall back to pickled weights.
     options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
@@ -98,6 +102,22 @@ def load_part(model: ModelSection, part: str, dtype: torch.dtype) -> Any:
         return loaded
     network, info = loaded
     _check_tensors(folder, cls.__name__, info)
+    return network.eval().requires_grad_(False)
+
+
+def _random_network(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Small random numbers in every layer, the same ones in every role on the same kind of card."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        network = cls.from_config(config)
+    network = network.to(dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.02, generator=generator)
+            else:
+                parameter.fill_(float(name.endswith("weight")))
     return network.eval().requires_grad_(False)
 
 

@@ -2,9 +2,11 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +57,48 @@ class WeightReceipt:
     tensors: int
     bytes: int
     checksum: str
+
+
+class PackedWeights(Mapping[str, Tensor]):
+    """Named tensors in one piece of host memory: one transfer from the card, one Ray buffer.
+
+    Where it arrives through the object store, its tensors are views of the store: read-only.
+    """
+
+    def __init__(self, layout: Sequence[TensorLayout], data: np.ndarray) -> None:
+        """
+        Args:
+            layout: of the tensors, one after the other.
+            data: uint8.
+        """
+        self.layout, self.data = list(layout), data
+        with warnings.catch_warnings():
+            # A view of Ray's store is not writable, and nobody writes.
+            warnings.filterwarnings("ignore", message=".*not writable")
+            parts = torch.from_numpy(data).split([tensor.bytes for tensor in layout])
+        self._tensors = {
+            tensor.name: part.view(tensor.dtype).view(tensor.shape)
+            for tensor, part in zip(layout, parts, strict=True)
+        }
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor]) -> "PackedWeights":
+        """Copies, largest items first, so that every tensor stays aligned."""
+        layout = sorted(layout_of(weights), key=lambda tensor: -tensor.itemsize)
+        flat = [weights[t.name].detach().reshape(-1).view(torch.uint8) for t in layout]
+        return cls(layout, torch.cat(flat).cpu().numpy())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __reduce__(self) -> tuple[type, tuple[list[TensorLayout], np.ndarray]]:
+        return PackedWeights, (self.layout, self.data)
 
 
 def trainable_parameters(policy: FluxPolicy) -> dict[str, nn.Parameter]:

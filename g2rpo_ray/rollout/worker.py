@@ -1,6 +1,7 @@
 """RolloutWorker: one policy and VAE on a Ray actor; draws, decodes, and has pictures scored."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from g2rpo_ray.algorithm import noise
 from g2rpo_ray.algorithm.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.config import Config, SamplingSection
+from g2rpo_ray.device import role_device
 from g2rpo_ray.errors import RunError
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import LatentShape, load_policy
@@ -106,7 +108,7 @@ class RolloutWorker:
     def __init__(self, config: Config, scoring: Scoring) -> None:
         torch.set_num_threads(config.rollout.threads)
         self.config, self.scoring = config, scoring
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = role_device(config.rollout.gpus_per_worker)
         self.policy = load_policy(config).to(self.device)
         vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(self.device)
         self.shape = self.policy.shape
@@ -115,7 +117,7 @@ class RolloutWorker:
         self.weight_version = 0
         """0 are the weights of the model folder."""
 
-    def receive_weights(self, version: int, weights: dict[str, Tensor]) -> WeightReceipt:
+    def receive_weights(self, version: int, weights: Mapping[str, Tensor]) -> WeightReceipt:
         """Take over new weights and answer with what the model now really holds."""
         load_weights(self.policy, weights)
         self.weight_version = version

@@ -1,0 +1,418 @@
+#!/usr/bin/env python3
+"""Whole iterations of true-size FLUX.1-dev with random weights, through the run's own roles.
+
+    python scripts/bench_scale.py --setup one_card --json one_card.json
+    python scripts/bench_scale.py --setup four_cards --json four_cards.json
+    python scripts/bench_scale.py --setup four_cards --tiny --json tiny.json    # CPUs, gloo
+
+``one_card``: LoRA; rollout worker, learner rank and reward server share a card by fractions.
+``four_cards``: all weights; two ZeRO-3 ranks and two rollout workers, each on its own card. Members
+and SDE steps are reduced; ``key=value`` overrides any setting. Every stage has a time limit, and
+the file is written after each one.
+"""
+
+import argparse
+import faulthandler
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from g2rpo_ray.config import Config, load_config, resolve_path
+from g2rpo_ray.launch import Roles, launch
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder
+from g2rpo_ray.learner.worker import Learner
+from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
+from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE, policy_size
+
+GIB = 2**30
+GRACE_S = 20.0
+PROMPT = "a red circle left of a green triangle"
+STAGES = "sync,pass,iteration,checkpoint"
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+
+COMMON = [
+    "seed=0",
+    "iterations=1",
+    "model.random_weights=true",
+    "sampling.prompts_per_iteration=2",
+    "sampling.members=4",
+    "g2rpo.sde_steps=[0,1]",
+    "learner.learning_rate=1e-6",
+    "cluster.dashboard=false",
+    "cluster.start_timeout_s=300",
+    "evaluation.prompts=1",
+]
+TRUE_SIZE = [
+    "model.dtype=bfloat16",
+    "model.gradient_checkpointing=true",
+    "prompts.max_sequence_length=512",
+    "sampling.height=720",
+    "sampling.width=720",
+    "sampling.steps=16",
+    "rollout.batch_size=8",
+    "rollout.decode_batch_size=4",
+    "rollout.cpus_per_worker=2",
+    "rollout.threads=4",
+    "learner.threads=16",
+]
+ONE_CARD = [
+    "model.lora={rank: 64, alpha: 128.0}",
+    "rollout.workers=1",
+    "learner.ranks=1",
+    "learner.zero_stage=2",
+    "learner.update=per_sde_step",
+    "weight_sync.transport=object_store",
+]
+ONE_CARD_SHARES = [
+    "rollout.gpus_per_worker=0.42",
+    "learner.gpus_per_rank=0.44",
+    "rewards.hps.gpus_per_replica=0.08",
+]
+FOUR_CARDS = [
+    "rollout.workers=2",
+    "learner.ranks=2",
+    "learner.zero_stage=3",
+    "learner.update=per_iteration",
+    "weight_sync.transport=nccl",
+]
+FOUR_CARDS_SHARES = [
+    "rollout.gpus_per_worker=1",
+    "learner.gpus_per_rank=1",
+    # 12 B of fp32 state a parameter: 71 GB a rank do not fit beside its weights.
+    "learner.offload_optimizer=true",
+]
+SCORER = {"true": "ViT-H-14", "tiny": "local-dir:tiny_world:clip"}
+
+
+class StageTimeoutError(Exception):
+    """A stage took longer than its limit."""
+
+
+class Results:
+    """What was measured, written after every stage."""
+
+    def __init__(self, path: Path, setup: str, overrides: list[str]) -> None:
+        self.path = path
+        self.content: dict[str, Any] = {"setup": setup, "overrides": overrides, "stages": {}}
+
+    @contextmanager
+    def stage(self, name: str, limit_s: float) -> Iterator[dict[str, Any]]:
+        """Time a stage, end it at its limit, and keep what it puts into the dictionary."""
+        print(f"{name} (at most {limit_s:g} s):", flush=True)
+        found: dict[str, Any] = {}
+        started_s = time.perf_counter()
+        end = threading.Timer(limit_s + GRACE_S, _give_up, [name])
+        end.daemon = True
+        end.start()
+        signal.signal(signal.SIGALRM, partial(_raise_timeout, name, limit_s))
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        try:
+            yield found
+        except BaseException as error:
+            found["failed"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            end.cancel()
+            found["wall_s"] = round(time.perf_counter() - started_s, 3)
+            self.content["stages"][name] = found
+            self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+            for key, value in found.items():
+                lines = value if key.startswith("profile") else [json.dumps(value)]
+                print("\n    ".join([f"  {key}:", *lines]), flush=True)
+
+
+def _raise_timeout(name: str, limit_s: float, *_: object) -> None:
+    raise StageTimeoutError(f"{name} took longer than {limit_s:g} s")
+
+
+def _give_up(name: str) -> None:
+    print(f"{name}: does not end; the process does", flush=True)
+    faulthandler.dump_traceback()
+    os._exit(3)
+
+
+class Bench:
+    """The stages of one setup."""
+
+    def __init__(self, config: Config, results: Results, stages: list[str], profile: bool) -> None:
+        self.config, self.results, self.stages, self.profile = config, results, stages, profile
+        self.size = policy_size(config)
+        name = learner_pass_name(config.model.lora is not None, config.model.gradient_checkpointing)
+        self.pass_tflop = LEARNER_FORWARDS[name] * self.size.evaluation.tflop
+
+    def run(self) -> None:
+        """All stages asked for; the roles end with it."""
+        with ExitStack() as stack:
+            with self.results.stage("start", 420) as found:
+                note = partial(_note, time.perf_counter())
+                roles = stack.enter_context(launch(self.config, None, note))
+                found["trained"] = roles.learner.coverage
+                found["memory_gib"] = self.memory(roles)
+            stages = {
+                "sync": self.sync,
+                "pass": self.learner_pass,
+                "iteration": self.iterations,
+                "checkpoint": self.checkpoint,
+            }
+            for name in self.stages:
+                stages[name](roles)
+
+    def sync(self, roles: Roles) -> None:
+        """The first forms the group; the others are what a run pays in every iteration."""
+        with self.results.stage("sync", 120) as found:
+            times = []
+            for version in range(1, 6):
+                started_s = time.perf_counter()
+                report = roles.weight_sync.sync(roles.learner, roles.pool.workers, version)
+                times.append(time.perf_counter() - started_s)
+            found["seconds"] = [round(seconds, 4) for seconds in times]
+            found["tensors"], found["bytes"] = report.tensors, report.bytes
+            found["gb_per_s"] = round(report.bytes / median(times[1:]) / 1e9, 1)
+            found["checksum"] = report.checksum
+            found["memory_gib"] = self.memory(roles)
+
+    def learner_pass(self, roles: Roles) -> None:
+        """Forward and backward, accumulating, as between two optimizer steps."""
+        for batch in (1, 4):
+            with self.results.stage(f"learner pass, batch {batch}", 150) as found:
+                ranks = roles.learner.ranks
+                calls = [r.__ray_call__.remote(_time_passes, batch, self.profile) for r in ranks]
+                answers = ray.get(calls)
+                found |= answers[0]
+                seconds = median(answers[0]["pass_s"])
+                tflop = self.pass_tflop * batch
+                found["tflop"] = round(tflop, 1)
+                found["tflop_per_s"] = round(tflop / seconds, 1)
+                found["share_of_matrix_rate"] = round(tflop / seconds / answers[0]["matrix"], 3)
+                found["memory_gib"] = self.memory(roles)
+
+    def iterations(self, roles: Roles) -> None:
+        """Generate, learn, sync: the first warms up (compilation, buffers)."""
+        for number in range(2):
+            with self.results.stage(f"iteration {number}", 240) as found:
+                count = self.config.sampling.prompts_per_iteration
+                prompts = [roles.encoder.encode.remote(n, f"{PROMPT} {n}") for n in range(count)]
+                started_s = time.perf_counter()
+                summaries, groups = roles.pool.generate(prompts, number, lambda *_: None)
+                found["generate_s"] = _lap(started_s)
+                found["evaluations"] = sum(s.evaluations for s in summaries)
+                found["pictures"] = sum(s.pictures for s in summaries)
+                learn_s = time.perf_counter()
+                update = roles.learner.update(groups)
+                found["learn_s"] = _lap(learn_s)
+                found["passes"] = len(update.records)
+                found["first_max_abs_log_ratio"] = max(
+                    r.health.max_abs_log_ratio for r in update.records if r.update == 0
+                )
+                found["grad_norms"] = update.grad_norms
+                sync_s = time.perf_counter()
+                roles.weight_sync.sync(roles.learner, roles.pool.workers, 10 + number)
+                found["sync_s"] = _lap(sync_s)
+                found["iteration_s"] = _lap(started_s)
+                found["memory_gib"] = self.memory(roles)
+
+    def checkpoint(self, roles: Roles) -> None:
+        """Until it is whole on the disk and checked."""
+        with self.results.stage("checkpoint", 400) as found:
+            run_dir = Path(self.config.run_dir)
+            kind = "full" if self.config.model.lora is None else "lora"
+            info = CheckpointInfo(1, 1, 1, 0, 0.0, kind, 0)
+            folder = checkpoint_folder(run_dir, 1)
+            started_s = time.perf_counter()
+            roles.learner.save(folder, info)
+            found["seconds"] = _lap(started_s)
+            found["bytes"] = sum(file.stat().st_size for file in folder.iterdir())
+            found["memory_gib"] = self.memory(roles)
+
+    def memory(self, roles: Roles) -> dict[str, Any]:
+        """Peaks since the last call, GiB: on the card by PyTorch's count, and in the process."""
+        named = {f"rollout worker {n}": worker for n, worker in enumerate(roles.pool.workers)}
+        named |= {f"learner rank {n}": rank for n, rank in enumerate(roles.learner.ranks)}
+        answers = ray.get([handle.__ray_call__.remote(_memory) for handle in named.values()])
+        return dict(zip(named, answers, strict=True))
+
+
+def _note(started_s: float, text: str) -> None:
+    print(f"  {_lap(started_s):.1f} s: {text}", flush=True)
+
+
+def _lap(started_s: float) -> float:
+    return round(time.perf_counter() - started_s, 3)
+
+
+def _memory(_role: object) -> dict[str, float]:
+    """Runs inside a role."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    found = {"host_peak": int(status["VmHWM"].split()[0]) * 1024 / GIB}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found["allocated_peak"] = torch.cuda.max_memory_allocated() / GIB
+        found["reserved_peak"] = torch.cuda.max_memory_reserved() / GIB
+        found["whole_card_now"] = (total - free) / GIB
+        torch.cuda.reset_peak_memory_stats()
+    return {key: round(value, 2) for key, value in found.items()}
+
+
+def _time_passes(learner: Learner, batch: int, profile: bool) -> dict[str, Any]:
+    """Runs inside a learner rank."""
+    engine, device, repeats = learner.engine, learner.device, 5
+    shape, config = engine.policy.shape, engine.policy.transformer.config
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    text_tokens = learner.config.prompts.max_sequence_length
+    embeds = PromptEmbeds(
+        torch.randn(text_tokens, config.joint_attention_dim, device=device, dtype=dtype),
+        torch.randn(config.pooled_projection_dim, device=device, dtype=dtype),
+    )
+    x = torch.randn(batch, *shape.packed, device=device)
+    sigma = torch.full((batch,), 0.5, device=device)
+
+    def predict() -> Tensor:
+        return engine(x, sigma, embeds)
+
+    def differentiate() -> None:
+        engine.backward(predict().square().mean(), last=False)
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        predict()
+
+    side = 8192 if device.type == "cuda" else 512
+    matrix = torch.randn(side, side, device=device).to(dtype)
+    matrix_s = median(_times(partial(torch.matmul, matrix, matrix), 20))
+    found: dict[str, Any] = {"matrix": round(2e-12 * side**3 / matrix_s, 2)}
+    found["evaluation_s"] = _times(evaluate, repeats)
+    found["pass_s"] = _times(differentiate, repeats)
+    if profile:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profiler:
+            differentiate()
+        averages = profiler.key_averages()
+        orders = ("self_cpu_time_total", "self_device_time_total")
+        for order in orders[: len(activities)]:
+            found[f"profile by {order}"] = averages.table(sort_by=order, row_limit=20).splitlines()
+    # Ends the accumulation; a run steps after its last pass, too.
+    engine.backward(predict().square().mean(), last=True)
+    started_s = time.perf_counter()
+    engine.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    found["step_s"] = time.perf_counter() - started_s
+    return found
+
+
+def _times(run: Callable[[], object], repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats + 2):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(round(time.perf_counter() - started_s, 5))
+    return times[2:]
+
+
+def write_model_folder(folder: Path, tiny: bool) -> Path:
+    """A model folder of FLUX.1-dev's sizes: its architecture, and text encoders of one layer.
+
+    Weights of transformer and VAE are not in it (``model.random_weights``).
+    """
+    shutil.copytree(resolve_path("tiny_world:flux"), folder)
+    if tiny:
+        return folder
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    for part, config in (("transformer", FLUX1_DEV_TRANSFORMER), ("vae", FLUX1_DEV_VAE)):
+        file = folder / part / "config.json"
+        kept = {k: v for k, v in json.loads(file.read_text()).items() if k.startswith("_")}
+        file.write_text(json.dumps(kept | config, indent=1))
+    t5 = T5Config.from_pretrained(folder / "text_encoder_2")
+    t5.update({"d_model": FLUX1_DEV_TRANSFORMER["joint_attention_dim"]})
+    T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
+    clip = CLIPTextConfig.from_pretrained(folder / "text_encoder")
+    clip.update({"hidden_size": FLUX1_DEV_TRANSFORMER["pooled_projection_dim"]})
+    CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
+    return folder
+
+
+def write_scorer(path: Path) -> Path:
+    """An HPS checkpoint of ViT-H-14 with random weights."""
+    import open_clip
+
+    model = open_clip.create_model(SCORER["true"], load_weights=False)
+    torch.save({"state_dict": model.half().state_dict()}, path)
+    return path
+
+
+def make_config(options: argparse.Namespace, scratch: Path) -> tuple[Config, list[str]]:
+    """The quickstart's settings, turned into the setup's."""
+    model = write_model_folder(scratch / "flux", options.tiny)
+    one_card = options.setup == "one_card"
+    overrides = COMMON + (ONE_CARD if one_card else FOUR_CARDS)
+    if not options.tiny:
+        overrides += TRUE_SIZE + (ONE_CARD_SHARES if one_card else FOUR_CARDS_SHARES)
+    if not options.tiny:
+        checkpoint = write_scorer(scratch / "hps.pt")
+        scorer = {"checkpoint": str(checkpoint), "architecture": SCORER["true"]}
+        overrides += [f"rewards.hps.options={json.dumps(scorer)}"]
+    overrides += [f"model.path={model}", f"run_dir={scratch / 'run'}", *options.overrides]
+    config = load_config(QUICKSTART, overrides)
+    # One reward is enough, and the others know only the tiny world's prompts.
+    return config.model_copy(update={"rewards": {"hps": config.rewards["hps"]}}), overrides
+
+
+def main() -> int:
+    """Returns 1 if a stage failed; what was measured before is in the file all the same."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--setup", choices=["one_card", "four_cards"], required=True)
+    parser.add_argument("--json", type=Path, required=True, help="where results go")
+    parser.add_argument("--tiny", action="store_true", help="the quickstart's size, on CPUs")
+    parser.add_argument("--stages", default=STAGES, help=f"some of {STAGES}, in any order")
+    parser.add_argument("--profile", action="store_true", help="what a learner pass is made of")
+    parser.add_argument("--scratch", type=Path, help="folder for checkpoints (a temporary one)")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    options = parser.parse_args()
+    # Whoever watches a lent card must see how far it came, also through a pipe.
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+
+    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+        print("writing the model folder", flush=True)
+        config, overrides = make_config(options, Path(scratch))
+        results = Results(options.json, options.setup, overrides)
+        results.content["torch"] = torch.__version__
+        results.content["card"] = (
+            torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        )
+        try:
+            Bench(config, results, options.stages.split(","), options.profile).run()
+        except Exception as error:  # noqa: BLE001  (a stage's failure is a result, too)
+            print(f"failed: {type(error).__name__}: {error}", flush=True)
+            return 1
+    print("all stages done")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
