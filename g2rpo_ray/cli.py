@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from g2rpo_ray import __version__
-from g2rpo_ray.config import load_config
+from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.errors import InputError, RunError
 from g2rpo_ray.stop import StopRequested
 
@@ -52,7 +52,7 @@ def _train(options: argparse.Namespace) -> None:
 def _sample(options: argparse.Namespace) -> None:
     from g2rpo_ray.sample import sample
 
-    config = load_config(options.run_dir / "config.yaml", options.overrides)
+    config = _run_config(options)
     for path in sample(
         config,
         checkpoint=options.checkpoint,
@@ -60,8 +60,22 @@ def _sample(options: argparse.Namespace) -> None:
         pictures_per_prompt=options.count,
         seed=options.seed,
         folder=options.out,
+        trained_steps=options.trained_steps,
     ):
         print(path)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from g2rpo_ray.export import export
+
+    form = export(
+        _run_config(options),
+        checkpoint=options.checkpoint,
+        folder=options.to,
+        merge=options.merged,
+        max_shard_size=options.max_shard_size,
+    )
+    print(f"{form}, read back and compared: {options.to}")
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -122,7 +136,22 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--count", type=int, default=1, help="pictures of each prompt (1)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the initial noise (0)")
     sample.add_argument("--out", type=Path, default=Path("samples"), help="folder for PNG files")
+    sample.add_argument(
+        "--trained-steps",
+        type=int,
+        metavar="N",
+        help="hybrid: the trained weights for N steps, the base model's for the rest (all)",
+    )
     sample.set_defaults(run=_sample)
+
+    export = commands.add_parser("export", help="write a run's weights in diffusers' formats")
+    _add_run(export)
+    export.add_argument("--to", type=Path, required=True, help="new folder to write")
+    export.add_argument(
+        "--merged", action="store_true", help="of a LoRA run: the transformer with it merged in"
+    )
+    export.add_argument("--max-shard-size", default="10GB", help="of a transformer's file (10GB)")
+    export.set_defaults(run=_export)
 
     evaluate = commands.add_parser("evaluate", help="score held-out prompts with every reward")
     _add_run(evaluate)
@@ -137,11 +166,17 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", type=Path, help="write the plan here, too")
     plan.set_defaults(run=_plan)
 
-    for command in (train, sample, evaluate, plan):
+    for command in (train, sample, export, evaluate, plan):
         command.add_argument(
             "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
         )
     return parser
+
+
+def _run_config(options: argparse.Namespace) -> Config:
+    """Of a run's folder, or of a configuration file where there is no run yet."""
+    path: Path = options.run_dir
+    return load_config(path if path.is_file() else path / "config.yaml", options.overrides)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +185,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         default="last",
         metavar="last|base|PATH",
-        help="weights: the run's last checkpoint (default), the base model, or one checkpoint",
+        help="weights: the run's last checkpoint (default), the base model, or one checkpoint; "
+        "sample takes exported and published weights, too",
     )
 
 

@@ -1,6 +1,7 @@
-"""Drawing pictures with the weights of a run, in this process, without Ray."""
+"""Drawing pictures with trained or published weights, in this process, without Ray."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,15 +10,21 @@ from torch import Tensor
 
 from g2rpo_ray.algorithm import noise
 from g2rpo_ray.config import Config
+from g2rpo_ray.errors import InputError
 from g2rpo_ray.learner.checkpoint import read_weights
-from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.flux import FluxPolicy, load_policy
 from g2rpo_ray.models.loading import DTYPES, check_model_folder, load_part
+from g2rpo_ray.models.saving import ADAPTER_FILE, load_adapter, load_transformer_weights
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.rollout.sampler import Sampler
 from g2rpo_ray.rollout.worker import schedule_of
 from g2rpo_ray.run import checkpoint_named
+
+
+class SampleError(InputError):
+    """Pictures cannot be drawn as asked; the message says why."""
 
 
 def sample(
@@ -28,42 +35,109 @@ def sample(
     pictures_per_prompt: int,
     seed: int,
     folder: Path,
+    trained_steps: int | None = None,
 ) -> list[Path]:
     """Draw by ODE with ``evaluation.steps`` and save PNG files.
 
     Args:
-        checkpoint: ``last``, ``base``, or the folder of a checkpoint.
+        checkpoint: ``last``, ``best``, ``base``, the folder of a checkpoint, an exported adapter
+            (``pytorch_lora_weights.safetensors`` or its folder), or a transformer's weights in
+            diffusers' format, as ``g2rpo export`` writes them and G2RPO's were published (a
+            folder with ``diffusion_pytorch_model*.safetensors``, or one such file).
+        trained_steps: hybrid inference (arXiv 2507.21802): trained weights for so many steps, the
+            base model's for the rest; none means trained weights for all.
 
     Returns:
         Paths, ``<prompt number>_<picture number>.png``, in the order of prompts.
+
+    Raises:
+        SampleError: ``trained_steps`` is not among the steps.
+        ModelFolderError, CheckpointError, WeightMismatchError: the weights cannot be used.
     """
+    steps = config.evaluation.steps
+    trained_steps = steps if trained_steps is None else trained_steps
+    if not 0 <= trained_steps <= steps:
+        raise SampleError(
+            f"--trained-steps {trained_steps}: evaluation.steps is {steps}; allowed: 0 to {steps}"
+        )
     check_model_folder(config.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = load_policy(config).to(device)
-    weights = weights_of(config, checkpoint)
-    if weights is not None:
-        load_weights(policy, weights)
-    vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(device)
-    decoder = PictureDecoder(vae, policy.shape, config.rollout.decode_batch_size)
+    source = load_source(config, checkpoint)
+    policy = source.policy.to(device)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length, str(device))
-    sigmas = schedule_of(config.sampling, config.evaluation.steps, policy.shape)
-    sampler = Sampler(policy, sigmas, config.rollout.batch_size)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for prompt_number, prompt in enumerate(prompts):
-        start = torch.stack(
+    sigmas = schedule_of(config.sampling, steps, policy.shape)
+    batch_size = config.rollout.batch_size
+    embeds = [encoder.encode(prompt).to(device) for prompt in prompts]
+    latents = [
+        torch.stack(
             [
                 noise.normal(policy.shape.packed, "sample", seed, number)
                 for number in range(pictures_per_prompt)
             ]
-        )
-        embeds = encoder.encode(prompt).to(device)
-        pictures = decoder.decode(sampler.trajectory(start.to(device), embeds).x0)
-        for number, picture in enumerate(pictures):
+        ).to(device)
+        for _ in prompts
+    ]
+    if trained_steps > 0:
+        sampler = Sampler(policy, sigmas[: trained_steps + 1], batch_size)
+        latents = [sampler.trajectory(x, e).x0 for x, e in zip(latents, embeds, strict=True)]
+    if trained_steps < steps:
+        source.back_to_base()
+        sampler = Sampler(policy, sigmas[trained_steps:], batch_size)
+        latents = [sampler.trajectory(x, e).x0 for x, e in zip(latents, embeds, strict=True)]
+
+    vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(device)
+    decoder = PictureDecoder(vae, policy.shape, config.rollout.decode_batch_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for prompt_number, x0 in enumerate(latents):
+        for number, picture in enumerate(decoder.decode(x0)):
             paths.append(folder / f"{prompt_number}_{number}.png")
             Image.fromarray(picture.numpy()).save(paths[-1])
     return paths
+
+
+@dataclass(frozen=True)
+class Source:
+    """A policy with the weights that were asked for, on the CPU."""
+
+    policy: FluxPolicy
+    back_to_base: Callable[[], None]
+    """Give it the weights of ``model.path`` again, wherever it is by then."""
+
+
+def load_source(config: Config, checkpoint: str) -> Source:
+    """Args: as of ``sample``.
+
+    Raises:
+        ModelFolderError, CheckpointError, WeightMismatchError: the weights cannot be used.
+    """
+    path = None if checkpoint == "base" else checkpoint_named(config, checkpoint)
+    if path is not None and (path / "state.json").exists():
+        policy = load_policy(config)
+        weights = read_weights(path)
+        dtype = DTYPES[config.model.dtype]
+        load_weights(policy, {name: tensor.to(dtype) for name, tensor in weights.items()})
+        lora = config.model.lora is not None
+        return Source(
+            policy, policy.transformer.disable_adapters if lora else _reload(policy, config)
+        )
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
+    policy = load_policy(plain)
+    if path is None:
+        return Source(policy, lambda: None)
+    if path.name == ADAPTER_FILE or (path / ADAPTER_FILE).exists():
+        load_adapter(policy.transformer, path)
+        return Source(policy, policy.transformer.disable_adapters)
+    load_transformer_weights(policy.transformer, path)
+    return Source(policy, _reload(policy, config))
+
+
+def _reload(policy: FluxPolicy, config: Config) -> Callable[[], None]:
+    def back_to_base() -> None:
+        base = load_part(config.model, "transformer", DTYPES[config.model.dtype])
+        policy.transformer.load_state_dict(base.state_dict())
+
+    return back_to_base
 
 
 def weights_of(config: Config, checkpoint: str) -> dict[str, Tensor] | None:

@@ -135,8 +135,10 @@ class Results:
             self.content["stages"][name] = found
             self.path.write_text(json.dumps(self.content, indent=1) + "\n")
             for key, value in found.items():
-                lines = value if key.startswith("profile") else [json.dumps(value)]
-                print("\n    ".join([f"  {key}:", *lines]), flush=True)
+                text = (
+                    "\n    ".join(["", *value]) if key.startswith("profile") else json.dumps(value)
+                )
+                print(f"  {key}: {text}", flush=True)
 
 
 def _raise_timeout(name: str, limit_s: float, *_: object) -> None:

@@ -1,0 +1,186 @@
+"""Transformers and adapters in diffusers' file formats: written, compared, and read back in."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from g2rpo_ray.config import LoraSection
+from g2rpo_ray.models.loading import ModelFolderError
+from g2rpo_ray.models.lora import ADAPTER
+
+TRANSFORMER_FILES = "diffusion_pytorch_model*.safetensors"
+ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+_A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+
+
+def adapter_tensors(weights: Mapping[str, Tensor], lora: LoraSection) -> dict[str, Tensor]:
+    """Trained adapters by diffusers' names, for alpha = rank.
+
+    The scale alpha / rank goes into B: a loader that does not know alpha is right, too.
+
+    Args:
+        weights: float32, by their names in the policy.
+    """
+    scale = lora.alpha / lora.rank
+    named = {}
+    for name, tensor in weights.items():
+        short = name.replace(f".{ADAPTER}.weight", ".weight")
+        named[short] = tensor * scale if name.endswith(_B) else tensor.clone()
+    return named
+
+
+@torch.no_grad()
+def merge_adapters(
+    transformer: FluxTransformer2DModel, weights: Mapping[str, Tensor], lora: LoraSection
+) -> None:
+    """Add ``alpha / rank * B A`` to the weights of a plain transformer; the sum is float32."""
+    for name in weights:
+        if not name.endswith(_A):
+            continue
+        module = name.removesuffix(_A)
+        layer = transformer.get_submodule(module).weight
+        delta = weights[module + _B].float() @ weights[name].float()
+        layer.copy_(layer.float() + (lora.alpha / lora.rank * delta).to(layer.device))
+
+
+def save_transformer(
+    transformer: FluxTransformer2DModel, folder: Path, max_shard_size: str
+) -> None:
+    """Write ``config.json`` and the weights, in shards if they are larger than one may be.
+
+    Raises:
+        ModelFolderError: what was read back differs.
+    """
+    transformer.save_pretrained(folder, max_shard_size=max_shard_size)
+    _compare(folder, transformer.state_dict(), _read_files(transformer_files(folder)))
+
+
+def save_adapter(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write an adapter as ``FluxPipeline.load_lora_weights`` takes it.
+
+    Raises:
+        ModelFolderError: what diffusers reads back differs.
+    """
+    FluxPipeline.save_lora_weights(folder, transformer_lora_layers=dict(tensors))
+    read = FluxPipeline.lora_state_dict(folder, weight_name=ADAPTER_FILE, local_files_only=True)
+    prefix = f"{FluxPipeline.transformer_name}."
+    _compare(folder, tensors, ((name.removeprefix(prefix), t) for name, t in read.items()))
+
+
+def transformer_files(path: Path) -> list[Path]:
+    """Weight files of a transformer: ``path`` itself, or those in it or its ``transformer/``.
+
+    Raises:
+        ModelFolderError: there are none, or one that the index names is missing.
+    """
+    if path.is_file():
+        return [path]
+    for folder in (path, path / "transformer"):
+        files = sorted(folder.glob(TRANSFORMER_FILES))
+        index = folder / "diffusion_pytorch_model.safetensors.index.json"
+        if index.is_file():
+            wanted = {folder / name for name in _weight_map(index).values()}
+            if missing := sorted(wanted - set(files)):
+                raise ModelFolderError(f"{missing[0]}: missing; {index.name} names it")
+            files = sorted(wanted)
+        if files:
+            return files
+    raise ModelFolderError(f"{path}: no {TRANSFORMER_FILES} there, nor in its transformer/")
+
+
+@torch.no_grad()
+def load_transformer_weights(transformer: FluxTransformer2DModel, path: Path) -> None:
+    """Fill a transformer from weight files, as diffusers or the published G2RPO weights have them.
+
+    Raises:
+        ModelFolderError: a file cannot be read, or its tensors are not this transformer's.
+    """
+    files = transformer_files(path)
+    places = dict(transformer.state_dict(keep_vars=True))
+    shapes = {name: shape for file in files for name, shape in _shapes(file)}
+    wrong = sorted(
+        name
+        for name in shapes.keys() | places.keys()
+        if name not in shapes or name not in places or shapes[name] != tuple(places[name].shape)
+    )
+    if wrong:
+        raise ModelFolderError(
+            f"{path}: {len(wrong)} tensors are missing, unknown or of another shape than in the "
+            f"model of model.path, first {', '.join(wrong[:3])}"
+        )
+    for name, tensor in _read_files(files):
+        places[name].copy_(tensor)
+
+
+def load_adapter(transformer: FluxTransformer2DModel, path: Path) -> None:
+    """Inject an adapter that ``save_adapter``, or another program in diffusers' format, wrote.
+
+    Raises:
+        ModelFolderError: the file cannot be read, or it is made for other modules.
+    """
+    file = path / ADAPTER_FILE if path.is_dir() else path
+    prefix = f"{FluxPipeline.transformer_name}."
+    modules = {
+        name.removeprefix(prefix).partition(".lora_")[0]: shape
+        for name, shape in _shapes(file)
+        if ".lora_" in name
+    }
+    known = {name for name, _ in transformer.named_modules()}
+    unknown = sorted(modules.keys() - known)
+    if unknown or not modules:
+        raise ModelFolderError(
+            f"{file}: {len(unknown)} of {len(modules)} adapted modules are not in this "
+            f"transformer{', first ' + unknown[0] if unknown else ''}; it belongs to another model"
+        )
+    try:
+        transformer.load_lora_adapter(str(file.parent), weight_name=file.name, use_safetensors=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise ModelFolderError(f"{file}: does not fit this transformer: {error}") from error
+
+
+def _compare(
+    folder: Path, expected: Mapping[str, Tensor], found: Iterable[tuple[str, Tensor]]
+) -> None:
+    missing, wrong = set(expected), []
+    for name, tensor in found:
+        missing.discard(name)
+        if name not in expected or not torch.equal(expected[name].cpu(), tensor):
+            wrong.append(name)
+    if wrong := sorted([*wrong, *missing]):
+        raise ModelFolderError(
+            f"{folder}: {len(wrong)} tensors differ when read back, first {', '.join(wrong[:3])}"
+        )
+
+
+def _read_files(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        with _open(file) as reader:
+            for name in reader.keys():  # noqa: SIM118  (no mapping)
+                yield name, reader.get_tensor(name)
+
+
+def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
+    with _open(file) as reader:
+        return [(name, tuple(reader.get_slice(name).get_shape())) for name in reader.keys()]  # noqa: SIM118
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except FileNotFoundError:
+        raise ModelFolderError(f"{file}: no such file") from None
+    except (OSError, SafetensorError) as error:
+        raise ModelFolderError(f"{file}: cut short or no safetensors file: {error}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelFolderError(f"{index}: not readable as an index of weights: {error}") from error
+    return weight_map

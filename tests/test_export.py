@@ -1,0 +1,233 @@
+"""Exported weights in a plain diffusers pipeline, and every kind of weights in ``g2rpo sample``."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from g2rpo_ray.algorithm import noise
+from g2rpo_ray.config import Config, resolve_path, save_config
+from g2rpo_ray.export import ExportError, export
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder, write_checkpoint
+from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.loading import ModelFolderError
+from g2rpo_ray.models.saving import ADAPTER_FILE
+from g2rpo_ray.models.weights import WeightMismatchError, trainable_parameters
+from g2rpo_ray.sample import SampleError, sample
+from tests.tiny import CAPTIONS, tiny_config
+
+SEED = 3
+KINDS = {
+    "full": [],
+    # A scale of 2.5, which a loader that ignores alpha would not apply.
+    "lora": ["model.lora={rank: 4, alpha: 10.0}"],
+}
+
+
+def make_run(run_dir: Path, *overrides: str) -> Config:
+    """A run with one checkpoint, whose weights are some way from the base model's."""
+    config = tiny_config(run_dir, "sampling.steps=4", "evaluation.steps=4", *overrides)
+    state = {}
+    for name, parameter in trainable_parameters(load_policy(config)).items():
+        change = noise.normal(tuple(parameter.shape), "trained", name) * 0.02
+        state[f"weight.{name}"] = parameter.detach() + change
+        state |= {f"{m}.{name}": torch.zeros_like(change) for m in ("exp_avg", "exp_avg_sq")}
+    kind = "full" if config.model.lora is None else "lora rank 4 alpha 10"
+    folder = checkpoint_folder(run_dir, 7)
+    write_checkpoint(folder, CheckpointInfo(7, 7, 7, 100, 1.0, kind, config.seed), state)
+    save_config(config, run_dir / "config.yaml")
+    return config
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
+    return {kind: make_run(tmp_path_factory.mktemp(kind), *o) for kind, o in KINDS.items()}
+
+
+def draw(config: Config, checkpoint: str, folder: Path, **options: int) -> np.ndarray:
+    """The first picture of ``g2rpo sample``."""
+    paths = sample(
+        config,
+        checkpoint=checkpoint,
+        prompts=CAPTIONS[:1],
+        pictures_per_prompt=1,
+        seed=SEED,
+        folder=folder,
+        **options,
+    )
+    return np.asarray(Image.open(paths[0])).astype(int)
+
+
+def draw_plainly(pipeline: FluxPipeline, config: Config) -> np.ndarray:
+    """The same picture by nothing but diffusers."""
+    pipeline.set_progress_bar_config(disable=True)
+    tokens = (config.sampling.height // 16) * (config.sampling.width // 16)
+    picture = pipeline(
+        CAPTIONS[0],
+        height=config.sampling.height,
+        width=config.sampling.width,
+        num_inference_steps=config.evaluation.steps,
+        guidance_scale=config.sampling.guidance,
+        latents=noise.normal((tokens, 64), "sample", SEED, 0)[None],
+        max_sequence_length=config.prompts.max_sequence_length,
+    ).images[0]
+    return np.asarray(picture).astype(int)
+
+
+def base_pipeline(**parts: object) -> FluxPipeline:
+    return FluxPipeline.from_pretrained(resolve_path("tiny_world:flux"), **parts)
+
+
+def assert_same_picture(first: np.ndarray, second: np.ndarray) -> None:
+    # As in tests/models/test_against_diffusers.py: a value on a border may round the other way.
+    difference = np.abs(first - second)
+    assert difference.max() <= 1
+    assert (difference > 0).mean() < 0.01
+
+
+def test_an_exported_adapter_gives_a_plain_pipeline_the_same_picture(
+    runs: dict[str, Config], tmp_path: Path
+) -> None:
+    config, folder = runs["lora"], tmp_path / "adapter"
+    assert export(config, checkpoint="last", folder=folder) == "adapter"
+    ours = draw(config, "last", tmp_path / "ours")
+    pipeline = base_pipeline()
+    base = draw_plainly(pipeline, config)
+    pipeline.load_lora_weights(folder)
+    assert_same_picture(draw_plainly(pipeline, config), ours)
+    assert np.abs(base - ours).max() > 20
+    assert_same_picture(draw(config, str(folder), tmp_path / "exported"), ours)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_an_exported_transformer_gives_a_plain_pipeline_the_same_picture(
+    runs: dict[str, Config], tmp_path: Path, kind: str
+) -> None:
+    config, folder = runs[kind], tmp_path / "transformer"
+    form = export(
+        config, checkpoint="last", folder=folder, merge=kind == "lora", max_shard_size="2MB"
+    )
+    assert form == ("merged" if kind == "lora" else "full")
+    assert len(list(folder.glob("diffusion_pytorch_model-*.safetensors"))) > 1
+    ours = draw(config, "last", tmp_path / "ours")
+    transformer = FluxTransformer2DModel.from_pretrained(folder)
+    assert_same_picture(draw_plainly(base_pipeline(transformer=transformer), config), ours)
+    assert_same_picture(draw(config, str(folder), tmp_path / "exported"), ours)
+
+
+def test_published_weights_are_one_file_without_a_configuration(
+    runs: dict[str, Config], tmp_path: Path
+) -> None:
+    config, folder = runs["full"], tmp_path / "published"
+    export(config, checkpoint="last", folder=folder)
+    (folder / "config.json").unlink()
+    (folder / "README.md").unlink()
+    ours = draw(config, "last", tmp_path / "ours")
+    file = folder / "diffusion_pytorch_model.safetensors"
+    for number, name in enumerate((folder, file)):
+        assert np.array_equal(draw(config, str(name), tmp_path / str(number)), ours)
+    # A LoRA run's configuration does for the base model and the schedule.
+    assert np.array_equal(draw(runs["lora"], str(file), tmp_path / "lora"), ours)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_hybrid_pictures_lie_between_trained_and_base(
+    runs: dict[str, Config], tmp_path: Path, kind: str
+) -> None:
+    config = runs[kind]
+    trained, base = draw(config, "last", tmp_path / "t"), draw(config, "base", tmp_path / "b")
+    none = draw(config, "last", tmp_path / "0", trained_steps=0)
+    every = draw(config, "last", tmp_path / "4", trained_steps=4)
+    half = draw(config, "last", tmp_path / "2", trained_steps=2)
+    assert np.array_equal(none, base)
+    assert np.array_equal(every, trained)
+    assert not np.array_equal(half, base)
+    assert not np.array_equal(half, trained)
+
+
+def test_more_hybrid_steps_than_there_are(runs: dict[str, Config], tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match="allowed: 0 to 4"):
+        draw(runs["full"], "last", tmp_path, trained_steps=5)
+
+
+def test_the_card_names_recipe_data_and_use(runs: dict[str, Config], tmp_path: Path) -> None:
+    export(runs["lora"], checkpoint="last", folder=tmp_path / "adapter")
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    for text in (
+        "pipeline.load_lora_weights",
+        "shift=3",
+        "lora rank 4 alpha 10",
+        "7 iterations",
+        "tiny_world:prompts/train.txt",
+        "trained with g2rpo",
+        "the run has no evaluation",
+    ):
+        assert text in card
+
+
+def test_a_folder_that_is_there_is_not_touched(runs: dict[str, Config], tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(ExportError, match="is there already"):
+        export(runs["full"], checkpoint="last", folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_disk_that_fails_leaves_nothing(
+    runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FluxTransformer2DModel, "save_pretrained", full)
+    with pytest.raises(ExportError, match="No space left on device"):
+        export(runs["full"], checkpoint="last", folder=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_weights_have_nothing_to_merge(runs: dict[str, Config], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="--merged is for LoRA runs"):
+        export(runs["full"], checkpoint="last", folder=tmp_path / "out", merge=True)
+
+
+def test_an_adapter_for_other_modules_is_named(runs: dict[str, Config], tmp_path: Path) -> None:
+    tensors = {
+        f"transformer.blocks.0.attn.qkv.lora_{part}.weight": torch.zeros(4, 4) for part in "AB"
+    }
+    save_file(tensors, tmp_path / ADAPTER_FILE)
+    with pytest.raises(ModelFolderError, match=r"blocks\.0\.attn\.qkv; it belongs to another"):
+        draw(runs["lora"], str(tmp_path), tmp_path / "out")
+
+
+def test_damaged_and_foreign_transformers_are_named(
+    runs: dict[str, Config], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    export(runs["full"], checkpoint="last", folder=folder, max_shard_size="2MB")
+    shards = sorted(folder.glob("diffusion_pytorch_model-*"))
+    whole = shards[0].read_bytes()
+    shards[0].write_bytes(whole[:-10])
+    with pytest.raises(ModelFolderError, match="cut short"):
+        draw(runs["full"], str(folder), tmp_path / "a")
+    shards[0].unlink()
+    with pytest.raises(ModelFolderError, match=f"{shards[0].name}: missing"):
+        draw(runs["full"], str(folder), tmp_path / "a")
+    shards[0].write_bytes(whole)
+    tensors = load_file(shards[0])
+    name = next(iter(tensors))
+    save_file({n: t for n, t in tensors.items() if n != name}, shards[0])
+    with pytest.raises(ModelFolderError, match=f"1 tensors are missing.* first {name}"):
+        draw(runs["full"], str(folder), tmp_path / "a")
+
+
+def test_checkpoints_of_the_other_kind_do_not_bind(runs: dict[str, Config], tmp_path: Path) -> None:
+    lora_checkpoint = checkpoint_folder(Path(runs["lora"].run_dir), 7)
+    copy = shutil.copytree(lora_checkpoint, tmp_path / "iteration_000007")
+    with pytest.raises(WeightMismatchError):
+        export(runs["full"], checkpoint=str(copy), folder=tmp_path / "out")
+    with pytest.raises(WeightMismatchError):
+        draw(runs["full"], str(copy), tmp_path / "pictures")
