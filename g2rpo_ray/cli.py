@@ -4,14 +4,16 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from g2rpo_ray import __version__
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.errors import InputError, RunError
 from g2rpo_ray.stop import StopRequested
 
+T = TypeVar("T")
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 SIGNAL_BASE = 128
 """Exit code after a signal is this plus its number, as shells do: 130 Ctrl-C, 143 SIGTERM."""
@@ -79,13 +81,16 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from g2rpo_ray.evaluate import evaluate
+    from g2rpo_ray.evaluation.command import evaluate
 
-    config = load_config(options.run_dir / "config.yaml", options.overrides)
-    result = evaluate(config, checkpoint=options.checkpoint)
-    print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    config = _run_config(options)
+    evaluate(
+        config,
+        checkpoints=options.checkpoint or ["base", "last"],
+        steps=options.steps or [config.evaluation.steps],
+        hybrids=options.hybrid or [],
+        folder=options.out or options.run_dir / "evaluation",
+    )
 
 
 def _plan(options: argparse.Namespace) -> None:
@@ -153,9 +158,29 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--max-shard-size", default="10GB", help="of a transformer's file (10GB)")
     export.set_defaults(run=_export)
 
-    evaluate = commands.add_parser("evaluate", help="score held-out prompts with every reward")
-    _add_run(evaluate)
-    evaluate.add_argument("--json", type=Path, help="write the result here, too")
+    evaluate = commands.add_parser("evaluate", help="compare weights on held-out prompts")
+    evaluate.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run with the settings")
+    evaluate.add_argument(
+        "--checkpoint",
+        action="append",
+        metavar="[LABEL=]last|best|base|PATH",
+        help="weights; may be given repeatedly (base and last); PATH is a checkpoint or a run",
+    )
+    evaluate.add_argument(
+        "--steps",
+        type=_numbers(int),
+        metavar="N,N,...",
+        help="steps of a trajectory, each a row (evaluation.steps)",
+    )
+    evaluate.add_argument(
+        "--hybrid",
+        type=_numbers(float),
+        metavar="SHARE,...",
+        help="also: this share of the steps by the trained weights, the rest by the base model",
+    )
+    evaluate.add_argument(
+        "--out", type=Path, help="folder for the results (RUN_DIR/evaluation); goes on in it"
+    )
     evaluate.set_defaults(run=_evaluate)
 
     plan = commands.add_parser("plan", help="predict memory and time, and the split of GPUs")
@@ -177,6 +202,14 @@ def _run_config(options: argparse.Namespace) -> Config:
     """Of a run's folder, or of a configuration file where there is no run yet."""
     path: Path = options.run_dir
     return load_config(path if path.is_file() else path / "config.yaml", options.overrides)
+
+
+def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    def numbers(text: str) -> list[T]:
+        return [kind(part) for part in text.split(",")]
+
+    numbers.__name__ = f"comma-separated {kind.__name__}"
+    return numbers
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

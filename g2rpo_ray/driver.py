@@ -44,9 +44,9 @@ def train(config: Config, resume: str = "none") -> None:
         StopRequested: a signal ended the run early, after its checkpoint was written.
     """
     check_model_folder(config.model)
-    train_prompts = read_config_prompts(config.prompts, config.prompts.train)
+    train_prompts = read_config_prompts(config, config.prompts.train)
     heldout_prompts = evenly(
-        list(enumerate(read_config_prompts(config.prompts, config.prompts.heldout))),
+        list(enumerate(read_config_prompts(config, config.prompts.heldout))),
         config.evaluation.prompts,
     )
     changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []

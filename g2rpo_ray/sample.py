@@ -114,9 +114,7 @@ def load_source(config: Config, checkpoint: str) -> Source:
     path = None if checkpoint == "base" else checkpoint_named(config, checkpoint)
     if path is not None and (path / "state.json").exists():
         policy = load_policy(config)
-        weights = read_weights(path)
-        dtype = DTYPES[config.model.dtype]
-        load_weights(policy, {name: tensor.to(dtype) for name, tensor in weights.items()})
+        load_weights(policy, weights_in(config, path))
         lora = config.model.lora is not None
         return Source(
             policy, policy.transformer.disable_adapters if lora else _reload(policy, config)
@@ -140,10 +138,7 @@ def _reload(policy: FluxPolicy, config: Config) -> Callable[[], None]:
     return back_to_base
 
 
-def weights_of(config: Config, checkpoint: str) -> dict[str, Tensor] | None:
-    """Trainable weights of a run's checkpoint in the model's dtype; None for ``base``."""
-    if checkpoint == "base":
-        return None
+def weights_in(config: Config, checkpoint: Path) -> dict[str, Tensor]:
+    """Trainable weights of a checkpoint in the model's dtype."""
     dtype = DTYPES[config.model.dtype]
-    weights = read_weights(checkpoint_named(config, checkpoint))
-    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+    return {name: tensor.to(dtype) for name, tensor in read_weights(checkpoint).items()}

@@ -14,11 +14,16 @@ class StopRequested(Exception):  # noqa: N818  (not an error)
 
 
 class StopSignal:
-    """While entered, the first signal is remembered; a second one interrupts at once."""
+    """While entered, the first signal is remembered; a second one interrupts at once.
+
+    Args:
+        meanwhile: what happens before the stop, in words.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, meanwhile: str = "a checkpoint is written first") -> None:
+        self._meanwhile = meanwhile
         self._received: int | None = None
 
     def __enter__(self) -> Self:
@@ -40,4 +45,4 @@ class StopSignal:
         if self._received is not None:
             raise KeyboardInterrupt
         self._received = number
-        print("\nstopping: a checkpoint is written first; once more stops at once", flush=True)
+        print(f"\nstopping: {self._meanwhile}; once more stops at once", flush=True)

@@ -109,11 +109,11 @@ def train(job: Job) -> Result:
     def prompt(number: int, text: str) -> Prompt:
         return Prompt(number, text, encoder.encode(text))
 
-    texts = read_config_prompts(config.prompts, config.prompts.train)
+    texts = read_config_prompts(config, config.prompts.train)
     heldout = [
         prompt(number, text)
         for number, text in evenly(
-            list(enumerate(read_config_prompts(config.prompts, config.prompts.heldout))),
+            list(enumerate(read_config_prompts(config, config.prompts.heldout))),
             config.evaluation.prompts,
         )
     ]

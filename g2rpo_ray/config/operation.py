@@ -16,6 +16,11 @@ class EvaluationSection(Section):
     """Pictures of each prompt, each from its own fixed seed."""
     steps: int = Field(28, ge=1)
     """Evaluations of a trajectory: the deployment's number of steps."""
+    height: int | None = Field(None, ge=16, multiple_of=16)
+    """Picture height of ``g2rpo evaluate`` and of evaluation workers: the deployment's; none is
+    ``sampling.height``."""
+    width: int | None = Field(None, ge=16, multiple_of=16)
+    """Picture width, likewise."""
     pictures_shown: int = Field(16, ge=0)
     """Prompts whose pictures are kept before and after, for the report."""
 

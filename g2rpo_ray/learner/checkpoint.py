@@ -109,6 +109,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / WEIGHTS_FILE)
 
 
+def weights_checksum(folder: Path) -> str:
+    """SHA-256 of a checkpoint's weights file, as its description has it."""
+    return _read_description(folder)[1][WEIGHTS_FILE]
+
+
 def read_info(folder: Path) -> CheckpointInfo:
     """The description of a checkpoint, without its tensors."""
     return _read_description(folder)[0]

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from g2rpo_ray.algorithm.noise import seed_of
-from g2rpo_ray.config import PromptsSection, resolve_path
+from g2rpo_ray.config import Config, resolve_path
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.models.embeds import PromptEmbeds
 
@@ -69,9 +69,9 @@ def read_prompts(path: Path, max_characters: int) -> list[str]:
     return prompts
 
 
-def read_config_prompts(settings: PromptsSection, path: str) -> list[str]:
+def read_config_prompts(config: Config, path: str) -> list[str]:
     """Prompts of ``prompts.train`` or ``prompts.heldout``."""
-    return read_prompts(resolve_path(path), settings.max_characters)
+    return read_prompts(resolve_path(path), config.prompts.max_characters)
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:

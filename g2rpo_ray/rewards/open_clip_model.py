@@ -54,10 +54,15 @@ class ClipSimilarity:
     @torch.inference_mode()
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         """uint8 ``[B, H, W, 3]`` and B texts -> float32 ``[B]`` on the CPU."""
+        text_features = torch.stack([self._text_features(prompt) for prompt in prompts]).cpu()
+        return (self.image_features(pictures) * text_features).sum(dim=-1)
+
+    @torch.inference_mode()
+    def image_features(self, pictures: Tensor) -> Tensor:
+        """uint8 ``[B, H, W, 3]`` -> normalised float32 ``[B, features]`` on the CPU."""
         images = self._preprocess(pictures).to(self._device)
-        image_features = self._model.encode_image(images, normalize=True).float()
-        text_features = torch.stack([self._text_features(prompt) for prompt in prompts])
-        return (image_features * text_features).sum(dim=-1).cpu()
+        features: Tensor = self._model.encode_image(images, normalize=True).float().cpu()
+        return features
 
     def _encode_text(self, prompt: str) -> Tensor:
         tokens = self._tokenizer([prompt]).to(self._device)

@@ -11,7 +11,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.errors import RunError
-from g2rpo_ray.rollout.worker import HeldoutPictures, RolloutSummary, RolloutWorker, Scoring
+from g2rpo_ray.rollout.worker import (
+    HeldoutDraw,
+    HeldoutPictures,
+    RolloutSummary,
+    RolloutWorker,
+    Scoring,
+)
 
 QUEUED_PER_WORKER = 2
 """One running and one waiting: a worker never idles between two prompts."""
@@ -69,12 +75,28 @@ class RolloutPool:
         refs = self._run(calls, on_wait)
         return ray.get([summary for summary, _ in refs]), [group for _, group in refs]
 
-    def evaluate(self, prompts: Sequence[ray.ObjectRef], on_wait: OnWait) -> list[HeldoutPictures]:
-        """Draw and score held-out prompts, in their order."""
+    def evaluate(
+        self,
+        prompts: Sequence[ray.ObjectRef],
+        on_wait: OnWait,
+        draw: HeldoutDraw | None = None,
+        latents: Sequence[ray.ObjectRef | None] | None = None,
+    ) -> list[HeldoutPictures]:
+        """Draw and score held-out prompts, in their order; see ``RolloutWorker.evaluate``."""
         calls = [
-            lambda worker, prompt=prompt: [worker.evaluate.remote(prompt)] for prompt in prompts
+            lambda worker, prompt=prompt, start=start: [worker.evaluate.remote(prompt, draw, start)]
+            for prompt, start in zip(prompts, latents or [None] * len(prompts), strict=True)
         ]
         return ray.get([ref for (ref,) in self._run(calls, on_wait)])
+
+    def walk(
+        self, prompts: Sequence[ray.ObjectRef], on_wait: OnWait, draw: HeldoutDraw
+    ) -> list[ray.ObjectRef]:
+        """References to the latents of held-out prompts at ``draw.last``, in their order."""
+        calls = [
+            lambda worker, prompt=prompt: [worker.walk.remote(prompt, draw)] for prompt in prompts
+        ]
+        return [ref for (ref,) in self._run(calls, on_wait)]
 
     def _run(
         self, calls: Sequence[Callable[[Any], list[ray.ObjectRef]]], on_wait: OnWait

@@ -84,14 +84,17 @@ class Sampler:
         return len(self.sigmas) - 1
 
     @torch.no_grad()
-    def trajectory(self, noise: Tensor, embeds: PromptEmbeds) -> Trajectory:
-        """Walk the whole schedule by ODE.
+    def trajectory(
+        self, start: Tensor, embeds: PromptEmbeds, first: int = 0, last: int | None = None
+    ) -> Trajectory:
+        """Walk the schedule, or a part of it, by ODE.
 
         Args:
-            noise: float32 ``[B, tokens, channels]``, at sigma 1.
+            start: float32 ``[B, tokens, channels]``: noise, or the latents at ``first``.
+            first, last: schedule indices to walk between; the whole schedule by default.
         """
-        x, latents, velocities = noise, [noise], []
-        for index in range(self.steps):
+        x, latents, velocities = start, [start], []
+        for index in range(first, self.steps if last is None else last):
             v = self._velocity(x, [index] * len(x), embeds)
             x = euler_step(x, v, float(self.sigmas[index]), float(self.sigmas[index + 1]))
             velocities.append(v)

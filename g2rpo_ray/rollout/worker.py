@@ -83,6 +83,20 @@ class RolloutSummary:
 
 
 @dataclass(frozen=True)
+class HeldoutDraw:
+    """How held-out pictures are drawn."""
+
+    steps: int
+    """Evaluations of a whole trajectory."""
+    pictures: int
+    """Pictures of each prompt, each from its own fixed seed."""
+    first: int = 0
+    """Schedule index to start from; above 0 the latents there must be given."""
+    last: int | None = None
+    """Schedule index to stop at; None walks to the end."""
+
+
+@dataclass(frozen=True)
 class HeldoutPictures:
     """Evaluation of one held-out prompt."""
 
@@ -196,22 +210,37 @@ class RolloutWorker:
         measured = [scores.measured for _, _, scores in pending]
         return self._summary(group, decoded, failures, measured), group
 
-    def evaluate(self, prompt: Prompt) -> HeldoutPictures:
-        """Draw a held-out prompt by ODE from fixed seeds and score it with every reward."""
-        settings = self.config.evaluation
+    def evaluate(
+        self, prompt: Prompt, draw: HeldoutDraw | None = None, latents: Tensor | None = None
+    ) -> HeldoutPictures:
+        """Draw a held-out prompt by ODE from fixed seeds and score it with every reward.
+
+        Args:
+            draw: ``config.evaluation``'s by default.
+            latents: float32 ``[J, tokens, channels]`` at ``draw.first``; noise by default.
+        """
         before = self.policy.evaluations
-        # Without the run's seed: all runs and iterations are judged from the same noise.
-        start = [
-            noise.normal(self.shape.packed, "heldout", prompt.prompt_id, number)
-            for number in range(settings.pictures_per_prompt)
-        ]
-        sampler = self._sampler(settings.steps)
-        x0 = sampler.trajectory(torch.stack(start).to(self.device), self._embeds(prompt)).x0
-        pictures = self.decoder.decode(x0)
+        settings = self.config.evaluation
+        draw = draw or HeldoutDraw(settings.steps, settings.pictures_per_prompt)
+        pictures = self.decoder.decode(self.walk(prompt, draw, latents))
         pending = self.scoring.submit(prompt.prompt_id, prompt.text, pictures, self.scoring.names)
         scores = pending.result()
         evaluations = self.policy.evaluations - before
         return HeldoutPictures(prompt.prompt_id, prompt.text, pictures, scores, evaluations)
+
+    def walk(self, prompt: Prompt, draw: HeldoutDraw, latents: Tensor | None = None) -> Tensor:
+        """Latents float32 ``[J, tokens, channels]`` of a held-out prompt at ``draw.last``."""
+        if latents is None:
+            # Without the run's seed: all runs and iterations are judged from the same noise.
+            shape = self.shape.packed
+            noises = [
+                noise.normal(shape, "heldout", prompt.prompt_id, number)
+                for number in range(draw.pictures)
+            ]
+            latents = torch.stack(noises)
+        sampler = self._sampler(draw.steps)
+        start = latents.to(self.device)
+        return sampler.trajectory(start, self._embeds(prompt), draw.first, draw.last).x0
 
     def _broken_pictures(self, finite: Tensor, prompt: Prompt) -> list[str]:
         # Its log-probability is infinite then, and a scorer may still give its picture a number.

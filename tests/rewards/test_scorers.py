@@ -99,7 +99,7 @@ def test_unknown_options_are_refused(kind: str) -> None:
 
 
 def test_unknown_scorer_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no scorer 'hsp'; known are clip, hps, oracle, python"):
+    with pytest.raises(ValueError, match="no scorer 'hsp'; known are clip, diversity, hps, oracle, python"):
         parse_options("hsp", {})
 
 

@@ -1,0 +1,1 @@
+"""Judging weights: pictures from fixed seeds, every reward, intervals, differences, a gallery."""

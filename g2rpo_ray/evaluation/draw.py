@@ -1,0 +1,122 @@
+"""Drawing what an evaluation lacks, with the roles that also train."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.evaluation.records import Records
+from g2rpo_ray.evaluation.rows import Row, Weights
+from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.weights import receipt, trainable_parameters
+from g2rpo_ray.rollout.pool import RolloutPool
+from g2rpo_ray.rollout.worker import HeldoutDraw
+from g2rpo_ray.sample import weights_in
+from g2rpo_ray.weight_sync.base import verify
+
+PROMPTS_PER_WORKER = 8
+"""Prompts drawn between two writes to the folder: what a kill can lose."""
+
+T = TypeVar("T")
+OnProgress = Callable[[int, int], None]
+"""Called with (done, total) in prompts; may raise to give up."""
+
+
+@dataclass
+class Drawing:
+    """Draws every row's missing prompts, changing weights as seldom as it can."""
+
+    config: Config
+    encoder: ActorHandle
+    pool: RolloutPool
+    records: Records
+    on_progress: OnProgress
+    encoded: dict[int, ray.ObjectRef] = field(default_factory=dict)
+    """Prompts by id, encoded once."""
+
+    def run(self, rows: Sequence[Row], prompts: Sequence[tuple[int, str]]) -> None:
+        """Draw all ``prompts`` (id, text) for all rows."""
+        self._rows, self._prompts = rows, prompts
+        self._pictures = self.config.evaluation.pictures_per_prompt
+        self._held: Weights | None = None
+        self._version = 0
+        self._report()
+        for weights in dict.fromkeys(row.weights for row in rows):
+            mine = [row for row in rows if row.weights == weights]
+            for row in mine:
+                if row.hybrid is None and self._missing(row):
+                    self._load(weights)
+                    self._draw(row, HeldoutDraw(row.steps, self._pictures))
+            self._draw_hybrids([row for row in mine if row.hybrid is not None])
+
+    def _draw(self, row: Row, draw: HeldoutDraw) -> None:
+        for prompts in self._chunks(self._missing(row)):
+            results = self.pool.evaluate(self._encode(prompts), self._waiting, draw)
+            self.records.add(row.name, results)
+            self._report()
+
+    def _draw_hybrids(self, rows: Sequence[Row]) -> None:
+        # All first parts, then all second parts: weights change twice, not with every prompt.
+        latents: dict[str, list[ray.ObjectRef]] = {}
+        for row in rows:
+            if missing := self._missing(row):
+                self._load(row.weights)
+                draw = HeldoutDraw(row.steps, self._pictures, last=row.hybrid_switch)
+                latents[row.name] = self.pool.walk(self._encode(missing), self._waiting, draw)
+        for row in rows:
+            if row.name in latents:
+                self._load(None)
+                draw = HeldoutDraw(row.steps, self._pictures, first=row.hybrid_switch)
+                started = list(zip(self._missing(row), latents[row.name], strict=True))
+                for chunk in self._chunks(started):
+                    prompts, starts = zip(*chunk, strict=True)
+                    encoded = self._encode(prompts)
+                    results = self.pool.evaluate(encoded, self._waiting, draw, starts)
+                    self.records.add(row.name, results)
+                    self._report()
+
+    def _missing(self, row: Row) -> list[tuple[int, str]]:
+        return [p for p in self._prompts if not self.records.has(row.name, p[0])]
+
+    def _chunks(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
+        size = PROMPTS_PER_WORKER * len(self.pool.workers)
+        for first in range(0, len(items), size):
+            yield items[first : first + size]
+
+    def _encode(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:
+        for number, text in prompts:
+            if number not in self.encoded:
+                self.encoded[number] = self.encoder.encode.remote(number, text)
+        return [self.encoded[number] for number, _ in prompts]
+
+    def _load(self, weights: Weights | None) -> None:
+        """Bring weights to every worker, verified; None or no checkpoint is the base model."""
+        held = self._held.checkpoint if self._held else None
+        wanted = weights.checkpoint if weights else None
+        if held == wanted:
+            return
+        tensors = base_weights(self.config) if wanted is None else weights_in(self.config, wanted)
+        self._version += 1
+        reference = ray.put(tensors)
+        answers = [w.receive_weights.remote(self._version, reference) for w in self.pool.workers]
+        received = ray.get(answers, timeout=self.config.learner.timeout_s)
+        verify(receipt(self._version, tensors), received)
+        self._held = weights
+
+    def _waiting(self, _done: int, _total: int) -> None:
+        self._report()
+
+    def _report(self) -> None:
+        total = len(self._rows) * len(self._prompts)
+        missing = sum(len(self._missing(row)) for row in self._rows)
+        self.on_progress(total - missing, total)
+
+
+def base_weights(config: Config) -> dict[str, Tensor]:
+    """The trainable weights as the model folder has them (fresh adapters change nothing)."""
+    parameters = trainable_parameters(load_policy(config))
+    return {name: parameter.detach() for name, parameter in parameters.items()}

@@ -1,0 +1,162 @@
+"""What an evaluation has drawn so far: pictures and scores in a folder, so that it can go on.
+
+``<out>/``: ``request.json``, ``scores.jsonl`` (a line a row and prompt), ``pictures/<row>/``, and
+at the end ``scores.parquet``, ``table.parquet``, ``table.md``, ``gallery.html``.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from g2rpo_ray.evaluation.rows import EvaluationError, Row
+from g2rpo_ray.evaluation.statistics import Floats
+from g2rpo_ray.rollout.worker import HeldoutPictures
+from g2rpo_ray.tracking.sinks import replace_text
+
+
+@dataclass(frozen=True)
+class Record:
+    """Pictures of one prompt for one row, scored."""
+
+    row: str
+    prompt_id: int
+    prompt: str
+    files: list[str]
+    """PNG files, relative to the evaluation's folder, by picture number."""
+    scores: dict[str, list[float | None]]
+    """Reward name -> score of each picture; None where the scorer gave none."""
+
+
+class Records:
+    """The records of one evaluation's folder."""
+
+    def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
+        """Open a folder, or go on in it.
+
+        Args:
+            request: what is evaluated, as plain values; ``rows`` has the weights' checksums by
+                row. A folder takes further rows of the same evaluation, and no other one.
+
+        Raises:
+            EvaluationError: the folder holds another evaluation, or cannot be written.
+        """
+        self.folder = folder
+        self._log = folder / "scores.jsonl"
+        self._by_key: dict[tuple[str, int], Record] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._open(json.loads(json.dumps(request)))
+        except OSError as error:
+            raise EvaluationError(f"{folder}: cannot be written: {error}") from error
+        for record in self._read():
+            if all((folder / file).is_file() for file in record.files):
+                self._by_key[record.row, record.prompt_id] = record
+
+    def has(self, row: str, prompt_id: int) -> bool:
+        return (row, prompt_id) in self._by_key
+
+    def of_row(self, row: str) -> dict[int, Record]:
+        """Records by prompt id."""
+        return {prompt_id: r for (name, prompt_id), r in self._by_key.items() if name == row}
+
+    def add(self, row: str, results: Sequence[HeldoutPictures]) -> None:
+        """Keep pictures, then the line that says that they are whole."""
+        target = self.folder / "pictures" / row
+        target.mkdir(parents=True, exist_ok=True)
+        for result in results:
+            files = []
+            for number, picture in enumerate(result.pictures):
+                path = target / f"{result.prompt_id}_{number}.png"
+                Image.fromarray(picture.numpy()).save(path)
+                files.append(str(path.relative_to(self.folder)))
+            scores = {name: _plain(values.numpy()) for name, values in result.scores.items()}
+            record = Record(row, result.prompt_id, result.prompt, files, scores)
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
+            self._by_key[row, result.prompt_id] = record
+
+    def prompt_means(self, row: str, reward: str, prompt_ids: Sequence[int]) -> Floats:
+        """Mean over a prompt's pictures ``[prompts]``; NaN where a picture has no score."""
+        records = self.of_row(row)
+        return np.array(
+            [_mean(records[number].scores[reward]) for number in prompt_ids], dtype=np.float64
+        )
+
+    def write_parquet(self, rows: Sequence[Row], rewards: Sequence[str]) -> Path:
+        """``scores.parquet``: a line a picture."""
+        lines = [
+            {
+                "row": row.name, "weights": row.weights.label, "steps": row.steps,
+                "hybrid": row.hybrid, "prompt_id": record.prompt_id, "prompt": record.prompt,
+                "picture": number, "file": file,
+            } | {reward: record.scores[reward][number] for reward in rewards}
+            for row in rows
+            for _, record in sorted(self.of_row(row.name).items())
+            for number, file in enumerate(record.files)
+        ]  # fmt: skip
+        types = {
+            "row": pa.string(), "weights": pa.string(), "steps": pa.int32(),
+            "hybrid": pa.float64(), "prompt_id": pa.int32(), "prompt": pa.string(),
+            "picture": pa.int32(), "file": pa.string(),
+        } | dict.fromkeys(rewards, pa.float64())  # fmt: skip
+        path = self.folder / "scores.parquet"
+        pq.write_table(pa.Table.from_pylist(lines, pa.schema(types.items())), path)
+        return path
+
+    def _open(self, request: dict[str, Any]) -> None:
+        path = self.folder / "request.json"
+        if not path.exists():
+            if any(self.folder.iterdir()):
+                raise EvaluationError(
+                    f"{self.folder}: not empty and no evaluation (no request.json); name another "
+                    "folder with --out"
+                )
+            replace_text(path, json.dumps(request, indent=1, ensure_ascii=False))
+            return
+        try:
+            earlier = json.loads(path.read_text())
+            earlier_rows = dict(earlier["rows"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise EvaluationError(f"{path}: not readable: {error}; remove the folder") from error
+        # Rows may be added later; one of the same name must be the same weights.
+        rows = earlier_rows | request["rows"]
+        differing = [k for k in request if k != "rows" and earlier.get(k) != request[k]]
+        differing += [row for row, weights in earlier_rows.items() if weights != rows[row]]
+        if differing:
+            raise EvaluationError(
+                f"{self.folder} holds another evaluation, with other {', '.join(differing)}; name "
+                "another folder with --out"
+            )
+        replace_text(path, json.dumps(request | {"rows": rows}, indent=1, ensure_ascii=False))
+
+    def _read(self) -> Iterator[Record]:
+        if not self._log.exists():
+            return
+        text = self._log.read_text(encoding="utf-8")
+        # A killed evaluation may leave half a line: what it stood for is drawn again.
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            self._log.write_text(whole, encoding="utf-8")
+        for number, line in enumerate(whole.split("\n")[:-1], start=1):
+            try:
+                yield Record(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise EvaluationError(
+                    f"{self._log}, line {number}: not readable: {error}; remove the line to have "
+                    "it drawn again"
+                ) from error
+
+
+def _plain(values: np.ndarray) -> list[float | None]:
+    return [float(value) if np.isfinite(value) else None for value in values]
+
+
+def _mean(scores: list[float | None]) -> float:
+    return float(np.mean([np.nan if score is None else score for score in scores]))

@@ -1,0 +1,140 @@
+"""What an evaluation compares: one row of the table is weights, steps, and how they are mixed."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from g2rpo_ray.config import Config, ConfigError, load_config
+from g2rpo_ray.errors import InputError
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, list_checkpoints, read_info
+from g2rpo_ray.run import checkpoint_named, trained_kind
+
+BASE = "base"
+
+
+class EvaluationError(InputError):
+    """An evaluation cannot be made as asked; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights to be judged."""
+
+    label: str
+    checkpoint: Path | None
+    """None is the model folder's own weights."""
+    training: str
+    """How they came about, in words."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table."""
+
+    weights: Weights
+    steps: int
+    hybrid: float | None = None
+    """Part of the steps that these weights make; the base model makes the rest. None: all."""
+
+    @property
+    def name(self) -> str:
+        """Unique, and usable as a folder's name."""
+        mixed = "" if self.hybrid is None else f"-hybrid{self.hybrid:g}"
+        return f"{self.weights.label}-{self.steps}steps{mixed}"
+
+    @property
+    def hybrid_switch(self) -> int:
+        """Schedule index at which the base model takes over."""
+        assert self.hybrid is not None
+        return round(self.hybrid * self.steps)
+
+
+def parse_weights(config: Config, named: Sequence[str]) -> list[Weights]:
+    """Weights from ``[LABEL=]last|best|base|PATH``; PATH is a checkpoint, or a run's folder.
+
+    Raises:
+        EvaluationError: a label stands twice or is no label; weights of another kind.
+        CheckpointError, RunFolderError: there is no such checkpoint.
+    """
+    found: list[Weights] = []
+    for text in named:
+        label, equals, source = text.rpartition("=")
+        label = label if equals else _label_of(source)
+        if not re.fullmatch(r"[\w.+-]+", label):
+            raise EvaluationError(
+                f"--checkpoint {text}: the label {label!r} may hold letters, digits and . _ + - "
+                "(it becomes a folder's name); write --checkpoint LABEL=PATH"
+            )
+        if label in {weights.label for weights in found}:
+            raise EvaluationError(
+                f"--checkpoint {text}: the label {label!r} is taken; write --checkpoint LABEL=PATH"
+            )
+        found.append(_find(config, label, source))
+    # The base model first: the workers hold it when they start.
+    return sorted(found, key=lambda weights: weights.checkpoint is not None)
+
+
+def make_rows(
+    all_weights: Sequence[Weights], steps: Sequence[int], hybrids: Sequence[float]
+) -> list[Row]:
+    """Every combination; hybrid rows for trained weights only.
+
+    Raises:
+        EvaluationError: steps or a hybrid share out of range.
+    """
+    for count in steps:
+        if count < 1:
+            raise EvaluationError(f"--steps {count}: allowed are 1 or more")
+    rows = [Row(weights, count) for weights in all_weights for count in steps]
+    for hybrid in hybrids:
+        for count in steps:
+            if not 1 <= round(hybrid * count) < count:
+                raise EvaluationError(
+                    f"--hybrid {hybrid:g}: of {count} steps it leaves {round(hybrid * count)} to "
+                    "the trained weights; it must leave at least one to each model"
+                )
+        trained = [weights for weights in all_weights if weights.checkpoint is not None]
+        rows += [Row(weights, count, hybrid) for weights in trained for count in steps]
+    return rows
+
+
+def _label_of(source: str) -> str:
+    # A run's folder says more than 'iteration_000080'; both together name a checkpoint.
+    path = Path(source)
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}-{path.name}"
+    return path.name
+
+
+def _find(config: Config, label: str, source: str) -> Weights:
+    if source == BASE:
+        return Weights(label, None, "none")
+    folder = Path(source).expanduser().absolute()
+    if (folder / "checkpoints").is_dir():
+        checkpoints = list_checkpoints(folder)
+        if not checkpoints:
+            raise EvaluationError(f"--checkpoint {source}: the run has no checkpoint yet")
+        folder = checkpoints[-1]
+    else:
+        folder = checkpoint_named(config, source)
+    info = read_info(folder)
+    kind = trained_kind(config.model)
+    if info.trained != kind:
+        raise EvaluationError(
+            f"{folder} holds '{info.trained}' weights, the settings make a model of '{kind}' "
+            "(model.lora); evaluate each kind by itself"
+        )
+    return Weights(label, folder, _training_of(folder, info))
+
+
+def _training_of(checkpoint: Path, info: CheckpointInfo) -> str:
+    """Algorithm and rewards from the run's own settings, where the checkpoint still lies in it."""
+    settings = checkpoint.parent.parent / "config.yaml"
+    iterations = f"{info.iteration} iterations"
+    try:
+        config = load_config(settings)
+    except ConfigError:
+        # Copied out of its run, or another version's: what the checkpoint itself says must do.
+        return iterations
+    return f"{config.algorithm}: {' + '.join(config.trained_rewards)}, {iterations}"
