@@ -99,7 +99,8 @@ def test_unknown_options_are_refused(kind: str) -> None:
 
 
 def test_unknown_scorer_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match="no scorer 'hsp'; known are clip, diversity, hps, oracle, python"):
+    known = "known are clip, diversity, hps, oracle, python"
+    with pytest.raises(ValueError, match=f"no scorer 'hsp'; {known}"):
         parse_options("hsp", {})
 
 
