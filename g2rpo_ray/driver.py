@@ -132,6 +132,8 @@ class TrainingLoop:
             summaries, groups = self.roles.pool.generate(prompts, iteration, self.on_wait)
         for failure in (failure for summary in summaries for failure in summary.failures):
             self.progress.note(f"dropped a group: {failure}")
+        for warning in (warning for summary in summaries for warning in summary.warnings):
+            self.progress.note(f"warning: {warning}")
         with self.phase("learn"):
             update = self.roles.learner.update(groups)
         report = self.sync(self.state.weight_version + 1)

@@ -18,8 +18,9 @@ from g2rpo_ray.models.saving import ADAPTER_FILE, load_adapter, load_transformer
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.models.weights import load_weights
+from g2rpo_ray.rollout.engine import schedule_of
+from g2rpo_ray.rollout.evaluator import Evaluator
 from g2rpo_ray.rollout.sampler import Sampler
-from g2rpo_ray.rollout.worker import schedule_of
 from g2rpo_ray.run import checkpoint_named
 
 
@@ -66,7 +67,7 @@ def sample(
     policy = source.policy.to(device)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length, str(device))
     sigmas = schedule_of(config.sampling, steps, policy.shape)
-    batch_size = config.rollout.batch_size
+    evaluate = Evaluator(policy, config.rollout.planned_batch_size)
     embeds = [encoder.encode(prompt).to(device) for prompt in prompts]
     latents = [
         torch.stack(
@@ -78,11 +79,11 @@ def sample(
         for _ in prompts
     ]
     if trained_steps > 0:
-        sampler = Sampler(policy, sigmas[: trained_steps + 1], batch_size)
+        sampler = Sampler(evaluate, sigmas[: trained_steps + 1])
         latents = [sampler.trajectory(x, e).x0 for x, e in zip(latents, embeds, strict=True)]
     if trained_steps < steps:
         source.back_to_base()
-        sampler = Sampler(policy, sigmas[trained_steps:], batch_size)
+        sampler = Sampler(evaluate, sigmas[trained_steps:])
         latents = [sampler.trajectory(x, e).x0 for x, e in zip(latents, embeds, strict=True)]
 
     vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(device)

@@ -148,7 +148,7 @@ def tiny_size() -> World:
         vae=json.loads((folder / "vae" / "config.json").read_text()),
         side=config.sampling.height,
         text_tokens=config.prompts.max_sequence_length,
-        batches=(1, config.rollout.batch_size),
+        batches=(1, config.rollout.planned_batch_size),
         decode_batches=(1, config.rollout.decode_batch_size),
         score_batches=(request // 2, request),
         learners={None: {False: (1, 8)}},

@@ -32,6 +32,7 @@ from g2rpo_ray.algorithm.schedule import static_shift_schedule
 from g2rpo_ray.algorithm.sde import SdeStep
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy, LatentShape
+from g2rpo_ray.rollout.evaluator import Evaluator
 from g2rpo_ray.rollout.sampler import Sampler
 
 TOLERANCE = 1e-5
@@ -156,7 +157,7 @@ def whole_rollout(golden: Golden) -> Errors:
     policy = FluxPolicy(transformer.eval(), shape, spec["guidance"])
     # The engine's own arithmetic; the schedule module says why it is float32.
     sigmas = static_shift_schedule(spec["steps"], spec["shift"], torch.float32)
-    sampler = Sampler(policy, sigmas, BATCH_SIZE)
+    sampler = Sampler(Evaluator(policy, BATCH_SIZE), sigmas)
     embeds = PromptEmbeds(numbers["prompt_embeds"][0], numbers["pooled_prompt_embeds"][0])
 
     anchor = sampler.trajectory(numbers["initial_noise"], embeds)

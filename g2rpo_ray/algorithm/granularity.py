@@ -9,6 +9,7 @@ this is the published behaviour.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 def completion_indices(steps: int, sde_step: int, granularity: int) -> list[int]:
@@ -32,14 +33,36 @@ def completion_indices(steps: int, sde_step: int, granularity: int) -> list[int]
     return [sde_step + 1, *range(sde_step + 2, steps + 1, granularity)]
 
 
+class Step(NamedTuple):
+    """A deterministic step to another schedule index."""
+
+    to_index: int
+    second_order: bool = False
+    """By the multistep solver of second order; else by Euler's method."""
+
+
+def completion_steps(steps: int, sde_step: int, granularity: int, thin: bool = False) -> list[Step]:
+    """The steps of a completion after its first evaluation, which is at index ``sde_step + 1``.
+
+    Args:
+        thin: make granularity 1 cheaper: after its first step it visits every other index, by steps
+            of second order. Other granularities stay as they are.
+    """
+    if not (thin and granularity == 1):
+        return [Step(index) for index in completion_indices(steps, sde_step, granularity)[1:]]
+    first, *others = completion_indices(steps, sde_step, 2)[1:]
+    end = [] if (others or [first])[-1] == steps else [steps]
+    return [Step(first), *(Step(index, second_order=True) for index in [*others, *end])]
+
+
 @dataclass
 class PlanNode:
     """One evaluation of a branch, shared by all granularities whose grids reach it alike."""
 
     index: int
     """Schedule index at which the network is evaluated."""
-    children: "dict[int, PlanNode]" = field(default_factory=dict)
-    """Next schedule index -> the evaluation after an Euler step to it."""
+    children: "dict[Step, PlanNode]" = field(default_factory=dict)
+    """Next step -> the evaluation after it."""
     completes: list[int] = field(default_factory=list)
     """Positions (in the recipe's list) of the granularities whose result is this x_0 prediction."""
 
@@ -54,14 +77,16 @@ class PlanNode:
         return 1 + sum(child.evaluations for child in self.children.values())
 
 
-def branch_plan(steps: int, sde_step: int, granularities: Sequence[int]) -> PlanNode:
+def branch_plan(
+    steps: int, sde_step: int, granularities: Sequence[int], thin: bool = False
+) -> PlanNode:
     """Tree of the evaluations that one branch needs, with common prefixes of the grids merged."""
     root = PlanNode(index=sde_step + 1)
     for position, granularity in enumerate(granularities):
-        evaluated = completion_indices(steps, sde_step, granularity)[:-1]
         node = root
-        for index in evaluated[1:]:
-            node = node.children.setdefault(index, PlanNode(index))
+        # Nothing is evaluated where the last step ends.
+        for step in completion_steps(steps, sde_step, granularity, thin)[:-1]:
+            node = node.children.setdefault(step, PlanNode(step.to_index))
         node.completes.append(position)
     return root
 
@@ -81,13 +106,17 @@ class RolloutCounts:
 
 
 def count_g2rpo(
-    steps: int, sde_steps: Sequence[int], granularities: Sequence[int], members: int
+    steps: int,
+    sde_steps: Sequence[int],
+    granularities: Sequence[int],
+    members: int,
+    thin: bool = False,
 ) -> RolloutCounts:
     """Exact counts of a G2RPO prompt with shared prefixes and no evaluation for the SDE step.
 
     The anchor is counted whole (T evaluations): its end is the picture that progress is shown on.
     """
-    branches = sum(branch_plan(steps, k, granularities).evaluations for k in sde_steps)
+    branches = sum(branch_plan(steps, k, granularities, thin).evaluations for k in sde_steps)
     return RolloutCounts(
         groups=len(sde_steps),
         evaluations=steps + members * branches,

@@ -1,6 +1,6 @@
 """Rollout workers, and the rewards of their pictures."""
 
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,13 +21,35 @@ class RolloutSection(Section):
     ``in(x, y)``."""
     threads: int = Field(1, ge=1)
     """Threads of a worker's process; results depend on it in the last bit, so it is fixed here."""
-    batch_size: int = Field(8, ge=1)
-    """Most evaluations (of one prompt) in one pass of the network. Where each member has its own
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 8
+    """Most evaluations (of one prompt) in one pass of the network; ``auto`` tries on a GPU which of
+    16, 8, 4, 2, 1 fits. Results depend on it in the last bit. Where each member has its own
     trajectory (the baselines) the learner's passes hold as many, for equal rounding."""
-    decode_batch_size: int = Field(8, ge=1)
+    decode_batch_size: int = Field(4, ge=1)
     """Most pictures in one pass of the VAE."""
+    decode_tile_above_px: int = Field(2048, ge=64)
+    """Decode in tiles, with less memory, if height or width is above this."""
+    compile: bool | None = None
+    """Compile the network's blocks and the VAE's decoder (``torch.compile``); none: on a GPU. Where
+    compiling fails, a warning is printed and the run goes on without it."""
+    compile_cache: str | None = None
+    """Folder of compiled code, shared by workers and runs; none is PyTorch's temporary one."""
+    attention: str | None = None
+    """``cudnn``, ``flash``, ``efficient`` or ``math`` of PyTorch's SDPA, or a backend of diffusers
+    (``sage``, ``_flash_3``, ...); none: cudnn on a GPU."""
+    fp8: bool = False
+    """Completions compute their matrix products from 8-bit numbers: docs/performance.md has the
+    price. The anchor, whose velocities are trained on, never does."""
+    thin_completions: bool = False
+    """Completions of granularity 1 evaluate the network at every other step only, and step by a
+    multistep method of second order: docs/performance.md has the price."""
     timeout_s: float = Field(1800.0, gt=0)
     """A prompt whose rollout takes longer stops the run."""
+
+    @property
+    def planned_batch_size(self) -> int:
+        """``batch_size``, and 8 for ``auto`` as long as nothing was tried."""
+        return 8 if self.batch_size == "auto" else self.batch_size
 
 
 class RewardSection(Section):

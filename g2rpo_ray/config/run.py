@@ -78,6 +78,7 @@ class Config(Section):
                 f"{self.learner.zero_stage}; only stage 3 splits the weights: set zero_stage 3"
             )
         self._check_transport()
+        self._check_estimates()
         self._check_scorers()
         return self
 
@@ -119,6 +120,20 @@ class Config(Section):
             first = getattr(self, self.algorithm).first
             if first is not None and first > steps - 1:
                 raise ValueError(f"{self.algorithm}.first is {first}; {allowed}")
+
+    def _check_estimates(self) -> None:
+        rollout, granularities = self.rollout, self.g2rpo.granularities
+        for key in ("fp8", "thin_completions"):
+            if getattr(rollout, key) and self.algorithm != "g2rpo":
+                raise ValueError(
+                    f"rollout.{key} is true and algorithm is {self.algorithm}: only algorithm: "
+                    "g2rpo has evaluations that are not trained on"
+                )
+        if rollout.thin_completions and 1 not in granularities:
+            raise ValueError(
+                f"rollout.thin_completions is true and g2rpo.granularities is {granularities}; it "
+                "changes granularity 1 alone"
+            )
 
     def _check_scorers(self) -> None:
         # The one place where the settings look into a room: each scorer knows its own options.

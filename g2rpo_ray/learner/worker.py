@@ -42,7 +42,7 @@ class Learner:
         """Join the group, load the model (or the checkpoint), and say what is trained."""
         settings = self.config.learner
         join_process_group(self.rank, settings.ranks, address, port, settings.timeout_s)
-        policy = load_policy(self.config).to(self.device)
+        policy = load_policy(self.config, self.device)
         if settings.compile:
             policy.transformer.compile_repeated_blocks(fullgraph=True)
         if checkpoint is None:

@@ -39,6 +39,11 @@ class LatentShape:
         """(tokens, channels) of one sample."""
         return self.height * self.width, self.channels
 
+    @property
+    def picture(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return self.height * 2 * VAE_FACTOR, self.width * 2 * VAE_FACTOR
+
     def image_ids(self) -> Tensor:
         """float32 ``[tokens, 3]``: (0, row, column) of every token, for the rotary embedding."""
         rows = torch.arange(self.height).repeat_interleave(self.width)
@@ -78,9 +83,6 @@ class FluxPolicy(nn.Module):
         self.guidance = guidance if config.guidance_embeds else None
         self.truncate_timesteps = truncate_timesteps
         self._ids: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
-        self.evaluations = 0
-        """Velocity predictions made so far, one for each latent of each batch."""
-        transformer.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def forward(self, latents: Tensor, sigma: Tensor, embeds: PromptEmbeds) -> Tensor:
         """Velocity of every latent; all of them belong to one prompt.
@@ -120,19 +122,16 @@ class FluxPolicy(nn.Module):
             self._ids[key] = (self.shape.image_ids().to(device), text_ids)
         return self._ids[key]
 
-    def _count(self, _module: nn.Module, _args: object, kwargs: dict[str, Tensor]) -> None:
-        self.evaluations += len(kwargs["hidden_states"])
 
-
-def load_policy(config: Config) -> FluxPolicy:
-    """The policy of ``config.model``, with fresh LoRA adapters where it asks for them, on the CPU.
+def load_policy(config: Config, device: torch.device | str = "cpu") -> FluxPolicy:
+    """The policy of ``config.model``, with fresh LoRA adapters where it asks for them.
 
     Adapters start from the run's seed, so every role builds the same ones.
     """
     # On an H100 (torch 2.11) cuDNN's attention ended learner passes in an illegal memory access;
     # both sides of the ratio use the same kernels, so it is off for both.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype])
+    transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype], device)
     if config.model.lora is None:
         transformer.requires_grad_(True)
     else:
@@ -148,6 +147,6 @@ def load_policy(config: Config) -> FluxPolicy:
 
 def unpack_latents(packed: Tensor, shape: LatentShape) -> Tensor:
     """``[B, tokens, channels]`` -> ``[B, channels / 4, 2 * height, 2 * width]`` for the VAE."""
-    height, width = shape.height * 2 * VAE_FACTOR, shape.width * 2 * VAE_FACTOR
+    height, width = shape.picture
     latents: Tensor = FluxPipeline._unpack_latents(packed, height, width, VAE_FACTOR)
     return latents

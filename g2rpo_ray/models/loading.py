@@ -22,6 +22,8 @@ PARTS = {
     "tokenizer": CLIPTokenizerFast,
     "tokenizer_2": T5TokenizerFast,
 }
+RANDOM_STD = 0.02
+"""Spread of random weights: small enough that a deep network stays finite."""
 _CONFIG_FILES = {
     "text_encoder": "config.json",
     "text_encoder_2": "config.json",
@@ -72,10 +74,12 @@ def check_model_folder(model: ModelSection) -> Path:
     return folder
 
 
-def load_part(model: ModelSection, part: str, dtype: torch.dtype) -> Any:
-    """Load one model of the folder in ``dtype``, in evaluation mode, on the CPU.
+def load_part(
+    model: ModelSection, part: str, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Any:
+    """Load one model of the folder in ``dtype``, in evaluation mode.
 
-    With ``model.random_weights`` transformer and VAE are made on the card instead, if there is one.
+    With ``model.random_weights`` transformer and VAE are made on ``device`` from their config.json.
 
     Raises:
         ModelFolderError: weights are missing, cut short, unexpected, or of other shapes.
@@ -83,7 +87,7 @@ def load_part(model: ModelSection, part: str, dtype: torch.dtype) -> Any:
     folder = resolve_path(model.path) / part
     cls = PARTS[part]
     if model.random_weights and part in ("transformer", "vae"):
-        return _random_network(cls, _read_json(folder / "config.json"), dtype)
+        return _random_network(cls, _read_json(folder / "config.json"), dtype, device)
     is_network = not part.startswith("tokenizer")
     # Without use_safetensors the libraries would fall back to pickled weights.
     options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
@@ -102,12 +106,13 @@ def load_part(model: ModelSection, part: str, dtype: torch.dtype) -> Any:
         return loaded
     network, info = loaded
     _check_tensors(folder, cls.__name__, info)
-    return network.eval().requires_grad_(False)
+    return network.eval().requires_grad_(False).to(device)
 
 
-def _random_network(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> Any:
+def _random_network(
+    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str
+) -> Any:
     """Small random numbers in every layer, the same ones in every role on the same kind of card."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):
         network = cls.from_config(config)
     network = network.to(dtype).to_empty(device=device)
@@ -115,7 +120,7 @@ def _random_network(cls: Any, config: dict[str, Any], dtype: torch.dtype) -> Any
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if parameter.ndim > 1:
-                parameter.normal_(std=0.02, generator=generator)
+                parameter.normal_(std=RANDOM_STD, generator=generator)
             else:
                 parameter.fill_(float(name.endswith("weight")))
     return network.eval().requires_grad_(False)

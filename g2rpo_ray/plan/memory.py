@@ -60,7 +60,7 @@ def learner_pass_name(lora: bool, checkpointing: bool) -> PassName:
 def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> RoleMemory:
     """A rollout worker: evaluations and decoding take turns, so the larger one counts."""
     width = BYTES[config.model.dtype]
-    evaluation = _activations_gib(costs, "evaluation", config.rollout.batch_size)
+    evaluation = _activations_gib(costs, "evaluation", config.rollout.planned_batch_size)
     decode = _activations_gib(costs, "decode", config.rollout.decode_batch_size)
     reference = costs.reference
     evaluation *= size.tokens * size.width / (reference.tokens * reference.width)

@@ -108,7 +108,7 @@ class Predictor:
         """Of a prompt of the first iteration."""
         strategy = make_strategy(self.config)
         counts = strategy.counts(0)
-        batch, members = self.config.rollout.batch_size, self.config.sampling.members
+        batch, members = self.config.rollout.planned_batch_size, self.config.sampling.members
         if isinstance(strategy, MemberWalksStrategy):
             # All members walk in step; before the first stochastic step they may be one latent.
             batches = math.ceil(members / batch)

@@ -17,7 +17,8 @@ from g2rpo_ray.algorithm.dpm_solver import dpm_solver_step
 from g2rpo_ray.algorithm.granularity import PlanNode, branch_plan
 from g2rpo_ray.algorithm.sde import SdeStep, euler_step, predict_x0
 from g2rpo_ray.models.embeds import PromptEmbeds
-from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.models.flux import LatentShape
+from g2rpo_ray.rollout.evaluator import Evaluator
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,30 @@ class _Pending:
     position: int = field(compare=False)
     member: int = field(compare=False)
     x: Tensor = field(compare=False)
+    previous: tuple[Tensor, float] | None = field(compare=False)
+    """x_0 that the evaluation before promised, and its sigma; none at a branch."""
 
 
 class Sampler:
     """Draws with one policy on one schedule, a prompt at a time."""
 
-    def __init__(self, policy: FluxPolicy, sigmas: Tensor, batch_size: int) -> None:
+    def __init__(self, exact: Evaluator, sigmas: Tensor, estimate: Evaluator | None = None) -> None:
         """
         Args:
-            policy: on its device.
+            exact: of what is trained on, and of pictures that are shown.
             sigmas: ``[T + 1]``.
-            batch_size: most evaluations in one pass of the network.
+            estimate: of completions, which estimate a reward; none is ``exact``.
         """
-        self.policy, self.sigmas, self.batch_size = policy, sigmas, batch_size
+        self.exact, self.estimate = exact, estimate or exact
+        self.sigmas = sigmas
 
     @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
+
+    @property
+    def shape(self) -> LatentShape:
+        return self.exact.policy.shape
 
     @torch.no_grad()
     def trajectory(
@@ -95,7 +103,7 @@ class Sampler:
         """
         x, latents, velocities = start, [start], []
         for index in range(first, self.steps if last is None else last):
-            v = self._velocity(x, [index] * len(x), embeds)
+            v = self._velocity(self.exact, x, [index] * len(x), embeds)
             x = euler_step(x, v, float(self.sigmas[index]), float(self.sigmas[index + 1]))
             velocities.append(v)
             latents.append(x)
@@ -127,7 +135,7 @@ class Sampler:
         for index, next_index in pairwise(indices):
             if index in injected:
                 x = x.expand_as(injected[index].noise)
-            v = self._velocity(x, [index] * len(x), embeds)
+            v = self._velocity(self.exact, x, [index] * len(x), embeds)
             if index in kept:
                 latents.append(x)
                 velocities.append(v)
@@ -150,6 +158,7 @@ class Sampler:
         step_indices: Sequence[int],
         granularities: Sequence[int],
         embeds: PromptEmbeds,
+        thin: bool = False,
     ) -> Iterator[tuple[int, Tensor]]:
         """Finish every branch by ODE on every granularity, sharing common prefixes.
 
@@ -160,6 +169,7 @@ class Sampler:
             branches: float32 ``[K, M, tokens, channels]``: x_{k+1} of every member.
             step_indices: the K SDE steps k.
             granularities: Lambda.
+            thin: granularity 1 by fewer steps of second order, see ``completion_steps``.
 
         Yields:
             ``(position of the step in step_indices, x_0 float32 [granularities, M, tokens,
@@ -168,42 +178,50 @@ class Sampler:
         members = branches.shape[1]
         queue: list[_Pending] = []
         for position, k in enumerate(step_indices):
-            root = branch_plan(self.steps, k, granularities)
+            root = branch_plan(self.steps, k, granularities, thin)
             for member in range(members):
                 self._push(queue, root, position, member, branches[position, member])
         results = branches.new_empty(len(step_indices), len(granularities), *branches.shape[1:])
         missing = [len(granularities) * members] * len(step_indices)
 
         while queue:
-            batch = [heapq.heappop(queue) for _ in range(min(self.batch_size, len(queue)))]
+            batch_size = min(self.estimate.batch_size, len(queue))
+            batch = [heapq.heappop(queue) for _ in range(batch_size)]
             x = torch.stack([item.x for item in batch])
-            velocities = self._velocity(x, [item.node.index for item in batch], embeds)
-            for item, v in zip(batch, velocities, strict=True):
+            indices = [item.node.index for item in batch]
+            for item, v in zip(
+                batch, self._velocity(self.estimate, x, indices, embeds), strict=True
+            ):
                 sigma = float(self.sigmas[item.node.index])
+                x0 = predict_x0(item.x, v, sigma)
                 for granularity in item.node.completes:
-                    results[item.position, granularity, item.member] = predict_x0(item.x, v, sigma)
+                    results[item.position, granularity, item.member] = x0
                     missing[item.position] -= 1
-                for index, child in item.node.children.items():
-                    x_next = euler_step(item.x, v, sigma, float(self.sigmas[index]))
-                    self._push(queue, child, item.position, item.member, x_next)
+                for step, child in item.node.children.items():
+                    sigma_next = float(self.sigmas[step.to_index])
+                    if step.second_order:
+                        x_next = dpm_solver_step(item.x, x0, sigma, sigma_next, item.previous)
+                    else:
+                        x_next = euler_step(item.x, v, sigma, sigma_next)
+                    self._push(queue, child, item.position, item.member, x_next, (x0, sigma))
             for position in sorted({item.position for item in batch}):
                 if missing[position] == 0:
                     yield position, results[position]
 
     def _push(
-        self, queue: list[_Pending], node: PlanNode, position: int, member: int, x: Tensor
+        self,
+        queue: list[_Pending],
+        node: PlanNode,
+        position: int,
+        member: int,
+        x: Tensor,
+        previous: tuple[Tensor, float] | None = None,
     ) -> None:
         # Within a step the longest remaining path goes first, so that it ends with full batches.
         priority = (position, -node.depth, member, node.index)
-        heapq.heappush(queue, _Pending(priority, node, position, member, x))
+        heapq.heappush(queue, _Pending(priority, node, position, member, x, previous))
 
-    def _velocity(self, x: Tensor, indices: list[int], embeds: PromptEmbeds) -> Tensor:
-        sigma = self.sigmas[indices].to(x.device, torch.float32)
-        return torch.cat(
-            [
-                self.policy(x_part, sigma_part, embeds)
-                for x_part, sigma_part in zip(
-                    x.split(self.batch_size), sigma.split(self.batch_size), strict=True
-                )
-            ]
-        )
+    def _velocity(
+        self, evaluate: Evaluator, x: Tensor, indices: list[int], embeds: PromptEmbeds
+    ) -> Tensor:
+        return evaluate(x, self.sigmas[indices].to(x.device, torch.float32), embeds)

@@ -1,7 +1,8 @@
 """RolloutWorker: one policy and VAE on a Ray actor; draws, decodes, and has pictures scored."""
 
-import time
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,14 +10,10 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.algorithm import noise
-from g2rpo_ray.algorithm.schedule import dynamic_shift_schedule, static_shift_schedule
-from g2rpo_ray.config import Config, SamplingSection
+from g2rpo_ray.config import Config
 from g2rpo_ray.device import role_device
 from g2rpo_ray.errors import RunError
 from g2rpo_ray.models.embeds import PromptEmbeds
-from g2rpo_ray.models.flux import LatentShape, load_policy
-from g2rpo_ray.models.loading import DTYPES, load_part
-from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.models.weights import (
     WeightReceipt,
     layout_of,
@@ -25,8 +22,10 @@ from g2rpo_ray.models.weights import (
     trainable_parameters,
 )
 from g2rpo_ray.prompts.dataset import Prompt
+from g2rpo_ray.rollout.device_clock import DeviceClock
+from g2rpo_ray.rollout.engine import RolloutEngine
 from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
-from g2rpo_ray.rollout.sampler import Sampler
+from g2rpo_ray.rollout.host_copy import HostCopy
 from g2rpo_ray.rollout.strategies import make_strategy
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup
 
@@ -80,6 +79,8 @@ class RolloutSummary:
     """Rewards that failed for good, in words."""
     measured: list[dict[str, dict[str, float]]]
     """What each request to the reward servers took, see ``PendingScores.measured``."""
+    warnings: list[str]
+    """What else the user should know, such as a batch that had to be halved."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,6 @@ class HeldoutPictures:
     evaluations: int
 
 
-def schedule_of(sampling: SamplingSection, steps: int, shape: LatentShape) -> Tensor:
-    """The configured schedule ``[steps + 1]``, computed in float32 as diffusers does."""
-    if sampling.schedule == "dynamic":
-        return dynamic_shift_schedule(steps, shape.packed[0], dtype=torch.float32)
-    return static_shift_schedule(steps, sampling.shift, torch.float32)
-
-
 class RolloutWorker:
     """Draws groups with the weights it was last given. A plain class: Ray wraps it in the pool."""
 
@@ -123,17 +117,21 @@ class RolloutWorker:
         torch.set_num_threads(config.rollout.threads)
         self.config, self.scoring = config, scoring
         self.device = role_device(config.rollout.gpus_per_worker)
-        self.policy = load_policy(config).to(self.device)
-        vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(self.device)
-        self.shape = self.policy.shape
-        self.decoder = PictureDecoder(vae, self.shape, config.rollout.decode_batch_size)
+        self.engine = RolloutEngine(config, self.device)
+        self.policy = self.engine.policy
+        self._courier = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self.strategy = make_strategy(config)
         self.weight_version = 0
         """0 are the weights of the model folder."""
 
+    def describe(self) -> str:
+        """How the engine was set up, in one line; answers when it is ready."""
+        return f"rollout worker on {self.device}: {self.engine.description}"
+
     def receive_weights(self, version: int, weights: Mapping[str, Tensor]) -> WeightReceipt:
         """Take over new weights and answer with what the model now really holds."""
         load_weights(self.policy, weights)
+        self.engine.weights_changed()
         self.weight_version = version
         return receipt(version, trainable_parameters(self.policy))
 
@@ -152,44 +150,52 @@ class RolloutWorker:
         self._weight_group.transfer(
             version, {name: weight.detach().view(-1) for name, weight in weights.items()}
         )
+        self.engine.weights_changed()
         self.weight_version = version
         return receipt(version, weights)
 
     def rollout(
         self, prompt: Prompt, group_id: int, iteration: int
     ) -> tuple[RolloutSummary, RolloutGroup]:
-        """Draw, decode and score one prompt; scoring runs while the next step is completed."""
+        """Draw, decode and score one prompt.
+
+        Nothing here waits for the device before the last latents are on their way: pictures travel
+        to the reward servers while the next steps are completed.
+        """
         config = self.config
         key = GroupKey(config.seed, group_id)
-        evaluations_before = self.policy.evaluations
-        clock = _Clock()
+        evaluations_before = self.engine.evaluations
+        clock = DeviceClock(self.device)
 
-        sampler = self._sampler(config.sampling.steps)
+        sampler = self.engine.sampler(config.sampling.steps)
         draw = self.strategy.draw(sampler, self._embeds(prompt), key, iteration)
         names = sorted(config.trained_rewards)
         rewards = torch.full(
             (len(names), draw.granularities, len(draw.sde_steps), config.sampling.members),
             torch.nan,
         )
-        pending: list[tuple[list[int], Tensor, PendingScores]] = []
+        pending: deque[tuple[list[int], Tensor, Future[PendingScores]]] = deque()
         decoded = 0
         for positions, x0 in draw.finished:
             clock.lap("denoise_s")
             finite = x0.isfinite().all(dim=-1).all(dim=-1)
-            pictures = self.decoder.decode(x0.flatten(0, 1))
+            pictures = self.engine.decoder.decode_on_device(x0.flatten(0, 1))
             decoded += len(pictures)
-            sent = self.scoring.submit(prompt.prompt_id, prompt.text, pictures, names)
-            pending.append((positions, finite, sent))
+            pending.append((positions, finite, self._send(prompt, pictures, names)))
             clock.lap("decode_s")
         clock.lap("denoise_s")
         failures: list[str] = []
-        for positions, finite, scores in pending:
+        measured: list[dict[str, dict[str, float]]] = []
+        while pending:
+            positions, finite, sent = pending.popleft()
+            scores = sent.result()
             failures += self._broken_pictures(finite, prompt)
             broken = ~finite.cpu()[:, None]
             for row, values in enumerate(scores.result().values()):
                 by_member = values.view(draw.granularities, 1, -1)
                 rewards[row][:, positions] = by_member.masked_fill(broken, torch.nan)
             failures += scores.failures
+            measured.append(scores.measured)
         clock.lap("score_s")
 
         group = RolloutGroup(
@@ -203,11 +209,10 @@ class RolloutWorker:
             velocities=draw.velocities.cpu(),
             rewards=rewards,
             reward_names=names,
-            evaluations=self.policy.evaluations - evaluations_before,
-            batch_size=config.rollout.batch_size,
-            seconds=clock.seconds,
+            evaluations=self.engine.evaluations - evaluations_before,
+            batch_size=self.engine.batch_size,
+            seconds=clock.seconds(),
         )
-        measured = [scores.measured for _, _, scores in pending]
         return self._summary(group, decoded, failures, measured), group
 
     def evaluate(
@@ -219,26 +224,26 @@ class RolloutWorker:
             draw: ``config.evaluation``'s by default.
             latents: float32 ``[J, tokens, channels]`` at ``draw.first``; noise by default.
         """
-        before = self.policy.evaluations
+        before = self.engine.evaluations
         settings = self.config.evaluation
         draw = draw or HeldoutDraw(settings.steps, settings.pictures_per_prompt)
-        pictures = self.decoder.decode(self.walk(prompt, draw, latents))
+        pictures = self.engine.decoder.decode(self.walk(prompt, draw, latents))
         pending = self.scoring.submit(prompt.prompt_id, prompt.text, pictures, self.scoring.names)
         scores = pending.result()
-        evaluations = self.policy.evaluations - before
+        evaluations = self.engine.evaluations - before
         return HeldoutPictures(prompt.prompt_id, prompt.text, pictures, scores, evaluations)
 
     def walk(self, prompt: Prompt, draw: HeldoutDraw, latents: Tensor | None = None) -> Tensor:
         """Latents float32 ``[J, tokens, channels]`` of a held-out prompt at ``draw.last``."""
         if latents is None:
             # Without the run's seed: all runs and iterations are judged from the same noise.
-            shape = self.shape.packed
+            shape = self.policy.shape.packed
             noises = [
                 noise.normal(shape, "heldout", prompt.prompt_id, number)
                 for number in range(draw.pictures)
             ]
             latents = torch.stack(noises)
-        sampler = self._sampler(draw.steps)
+        sampler = self.engine.sampler(draw.steps)
         start = latents.to(self.device)
         return sampler.trajectory(start, self._embeds(prompt), draw.first, draw.last).x0
 
@@ -254,9 +259,12 @@ class RolloutWorker:
             raise BrokenLatentsError(message)
         return [message]
 
-    def _sampler(self, steps: int) -> Sampler:
-        sigmas = schedule_of(self.config.sampling, steps, self.shape)
-        return Sampler(self.policy, sigmas, self.config.rollout.batch_size)
+    def _send(self, prompt: Prompt, pictures: Tensor, names: list[str]) -> "Future[PendingScores]":
+        # The courier thread alone waits until the device has made the pictures.
+        copied = HostCopy(pictures)
+        return self._courier.submit(
+            lambda: self.scoring.submit(prompt.prompt_id, prompt.text, copied.wait(), names)
+        )
 
     def _embeds(self, prompt: Prompt) -> PromptEmbeds:
         return prompt.embeds.to(self.device)
@@ -284,18 +292,10 @@ class RolloutWorker:
             },
             failures=failures,
             measured=measured,
+            warnings=self._warnings(),
         )
 
-
-class _Clock:
-    """Wall time by phase."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last_s = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """Count the time since the last lap to ``phase``."""
-        now_s = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now_s - self._last_s
-        self._last_s = now_s
+    def _warnings(self) -> list[str]:
+        warnings = list(self.engine.warnings)
+        self.engine.warnings.clear()
+        return warnings

@@ -12,8 +12,10 @@ from torch import Tensor
 from g2rpo_ray.algorithm.advantage import integrate_advantages
 from g2rpo_ray.algorithm.dpm_solver import dpm_solver_step
 from g2rpo_ray.algorithm.granularity import (
+    Step,
     branch_plan,
     completion_indices,
+    completion_steps,
     compressed_indices,
     count_g2rpo,
     count_published_order,
@@ -286,12 +288,28 @@ def test_the_plan_reaches_every_grid_and_shares_its_prefixes(
         node, path = walk.pop()
         for position in node.completes:
             reached[position] = path
-        walk += [(child, [*path, index]) for index, child in node.children.items()]
+        walk += [(child, [*path, step.to_index]) for step, child in node.children.items()]
     grids = [completion_indices(steps, k, granularity)[:-1] for granularity in recipe]
     assert [reached[position] for position in range(len(recipe))] == grids
     assert count_g2rpo(steps, [k], recipe, 4).evaluations <= count_published_order(
         steps, [k], recipe, 4
     )
+
+
+@given(st.integers(3, 25), st.data())
+def test_a_thin_completion_ends_at_zero_with_half_the_evaluations(
+    steps: int, data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(0, steps - 2))
+    fine, thin = completion_steps(steps, k, 1), completion_steps(steps, k, 1, thin=True)
+    assert thin[0] == fine[0] == Step(k + 2)
+    assert thin[-1].to_index == steps
+    assert all(step.second_order for step in thin[1:])
+    assert len(thin) == 1 + (len(fine) - 1 + 1) // 2
+    # Other granularities are not touched, and share the evaluations before the first such step.
+    assert completion_steps(steps, k, 2, thin=True) == completion_steps(steps, k, 2)
+    together = count_g2rpo(steps, [k], [1, 2], 4, thin=True).evaluations
+    assert together <= count_g2rpo(steps, [k], [1, 2], 4).evaluations
 
 
 @given(st.integers(3, 50), st.floats(0.01, 1), st.data())

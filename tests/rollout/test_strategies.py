@@ -56,7 +56,7 @@ def assert_counts_hold(config: Config, iteration: int = 0) -> int:
     assert pictures == counts.pictures
     assert len(drawn.sde_steps) == counts.groups
     assert latents_in_learner == counts.learner_passes
-    assert max(counter.batches) <= config.rollout.batch_size
+    assert max(counter.batches) <= config.rollout.planned_batch_size
     return counter.evaluations
 
 
@@ -183,7 +183,7 @@ def test_the_walk_outside_the_window_is_the_ode() -> None:
         v = torch.cat(
             [
                 policy(part, sampler.sigmas[5].float().expand(len(part)), group.prompt.embeds)
-                for part in x.split(config.rollout.batch_size)
+                for part in x.split(sampler.exact.batch_size)
             ]
         )
     x0 = euler_step(x, v, float(sampler.sigmas[5]), 0.0)

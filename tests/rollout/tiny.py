@@ -13,6 +13,7 @@ from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy, LatentShape
 from g2rpo_ray.models.lora import add_lora
 from g2rpo_ray.prompts.dataset import Prompt
+from g2rpo_ray.rollout.evaluator import Evaluator
 from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
 from g2rpo_ray.rollout.sampler import Sampler
 from g2rpo_ray.rollout.strategies import make_strategy
@@ -73,7 +74,7 @@ def tiny_prompt(prompt_id: int = 0) -> Prompt:
 
 def tiny_sampler(policy: FluxPolicy, config: Config) -> Sampler:
     sigmas = static_shift_schedule(config.sampling.steps, config.sampling.shift)
-    return Sampler(policy, sigmas, config.rollout.batch_size)
+    return Sampler(Evaluator(policy, config.rollout.planned_batch_size), sigmas)
 
 
 def draw_group(
@@ -81,8 +82,8 @@ def draw_group(
 ) -> RolloutGroup:
     """One prompt drawn and rewarded by the sum of a picture's latents, as the worker does it."""
     key, prompt = GroupKey(config.seed, group_id), tiny_prompt(group_id)
-    before = policy.evaluations
-    draw = make_strategy(config).draw(tiny_sampler(policy, config), prompt.embeds, key, iteration)
+    sampler = tiny_sampler(policy, config)
+    draw = make_strategy(config).draw(sampler, prompt.embeds, key, iteration)
     rewards = torch.full(
         (1, draw.granularities, len(draw.sde_steps), config.sampling.members), torch.nan
     )
@@ -99,8 +100,8 @@ def draw_group(
         velocities=draw.velocities,
         rewards=rewards,
         reward_names=["oracle"],
-        evaluations=policy.evaluations - before,
-        batch_size=config.rollout.batch_size,
+        evaluations=sampler.exact.evaluations,
+        batch_size=sampler.exact.batch_size,
     )
 
 

@@ -19,7 +19,7 @@ class G2rpoStrategy(Strategy):
     def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey, iteration: int) -> Draw:
         sampling, recipe = self.config.sampling, self.config.g2rpo
         device = embeds.t5.device
-        shape = sampler.policy.shape.packed
+        shape = sampler.shape.packed
 
         anchor = sampler.trajectory(key.initial_noise(shape)[None].to(device), embeds)
         latents, velocities, steps, branches = [], [], [], []
@@ -34,7 +34,11 @@ class G2rpoStrategy(Strategy):
             steps.append(step)
 
         completions = sampler.completions(
-            torch.stack(branches), trained, recipe.granularities, embeds
+            torch.stack(branches),
+            trained,
+            recipe.granularities,
+            embeds,
+            self.config.rollout.thin_completions,
         )
         return Draw(
             sde_steps=steps,
@@ -52,4 +56,5 @@ class G2rpoStrategy(Strategy):
             recipe.sde_steps,
             recipe.granularities,
             self.config.sampling.members,
+            self.config.rollout.thin_completions,
         )

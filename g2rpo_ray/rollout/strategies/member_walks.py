@@ -33,7 +33,7 @@ class MemberWalksStrategy(Strategy):
 
     def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey, iteration: int) -> Draw:
         sampling, device = self.config.sampling, embeds.t5.device
-        shape, members = sampler.policy.shape.packed, sampling.members
+        shape, members = sampler.shape.packed, sampling.members
         trained = self.trained_steps(iteration)
         injected = {
             k: InjectedStep(

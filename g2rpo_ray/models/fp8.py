@@ -1,0 +1,130 @@
+"""A policy's twin with 8-bit matrix products, for completions: they only estimate a reward.
+
+Weights are rounded once to float8 e4m3 with a scale for each output channel, activations in every
+product with a scale for each token. What precedes a product (norm and modulation, GELU) and the
+rounding are one kernel where the blocks are compiled. Modulations, which run once a sample, stay.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from g2rpo_ray.models.flux import FluxPolicy
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""Largest finite number of float8 e4m3."""
+
+
+class Float8Linear(nn.Module):
+    """A linear layer whose product is computed from float8 numbers."""
+
+    weight: Tensor
+    """float8 ``[out, in]``."""
+    scale: Tensor
+    """float32 ``[1, out]``."""
+
+    def __init__(self, source: nn.Module) -> None:
+        """
+        Args:
+            source: a linear layer, or one with a LoRA adapter, which is merged into the product.
+        """
+        super().__init__()
+        base = _base_layer(source)
+        self.bias: Tensor | None = base.bias
+        self.register_buffer("weight", torch.empty_like(base.weight, dtype=FLOAT8))
+        self.register_buffer("scale", torch.empty(1, len(base.weight), device=base.weight.device))
+        # In a tuple, so that the exact layer is no part of this one.
+        self._source = (source,)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the source's weights of now."""
+        (source,) = self._source
+        weight = _base_layer(source).weight.float()
+        for adapter in getattr(source, "active_adapters", []):
+            weight = weight + _lora_delta(source, adapter)
+        rounded, scale = to_float8(weight)
+        self.weight.copy_(rounded)
+        self.scale.copy_(scale.T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in]`` -> ``[..., out]`` in the dtype of ``x``."""
+        rounded, scale = to_float8(x.flatten(0, -2))
+        if x.is_cuda:
+            y = torch._scaled_mm(
+                rounded,
+                self.weight.T,
+                scale_a=scale,
+                scale_b=self.scale,
+                bias=self.bias,
+                out_dtype=x.dtype,
+                use_fast_accum=True,
+            )
+        else:
+            # The same rounded numbers; the CPU has no product of them.
+            y = (rounded.float() @ self.weight.float().T * (scale * self.scale)).to(x.dtype)
+            y = y if self.bias is None else y + self.bias
+        return y.unflatten(0, x.shape[:-1])
+
+
+class Float8Twin:
+    """A second policy that shares everything with the exact one but its blocks' products."""
+
+    def __init__(self, policy: FluxPolicy) -> None:
+        """
+        Args:
+            policy: on its device, not compiled yet.
+        """
+        shared = {id(t): t for t in (*policy.parameters(), *policy.buffers())}
+        self.policy: FluxPolicy = copy.deepcopy(policy, shared)
+        self._layers: list[Float8Linear] = []
+        for block in _blocks(policy.transformer):
+            twin = self.policy.get_submodule(f"transformer.{block}")
+            for name, source in _products(policy.get_submodule(f"transformer.{block}")):
+                layer = Float8Linear(source)
+                twin.set_submodule(name, layer)
+                self._layers.append(layer)
+
+    def refresh(self) -> None:
+        """Take over the exact policy's weights, after they changed."""
+        for layer in self._layers:
+            layer.refresh()
+
+
+def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows ``[B, C]``: float8 ``[B, C]`` and float32 scales ``[B, 1]`` to multiply with."""
+    scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale
+
+
+def _blocks(transformer: nn.Module) -> list[str]:
+    wanted: Any = transformer._repeated_blocks
+    return [name for name, m in transformer.named_modules() if type(m).__name__ in wanted]
+
+
+def _products(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Linear layers that run over all tokens, an adapter's own parts left out."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in block.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        is_product = isinstance(module, nn.Linear) or hasattr(module, "base_layer")
+        if is_product and not inside and not _is_modulation(name):
+            found.append((name, module))
+    return found
+
+
+def _is_modulation(name: str) -> bool:
+    return name.startswith("norm") and name.endswith("linear")
+
+
+def _lora_delta(source: Any, adapter: str) -> Tensor:
+    delta: Tensor = source.get_delta_weight(adapter)
+    return delta.float()
+
+
+def _base_layer(source: nn.Module) -> Any:
+    return getattr(source, "base_layer", source)
