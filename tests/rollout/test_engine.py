@@ -154,13 +154,14 @@ def test_the_float8_twin_follows_the_exact_weights_and_leaves_them_alone(lora: b
         return float((rough - exact).norm() / exact.norm())
 
     assert 0 < error() < 0.1
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, parameter in policy.named_parameters():
+        for parameter in policy.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape) * (1.0 if "lora_B" in name else 0.2))
-    assert error() > 0.1
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    stale = error()
     twin.refresh()
-    assert error() < 0.1
+    assert 3 * error() < stale
 
 
 def test_completions_alone_use_float8(tmp_path: Path) -> None:
