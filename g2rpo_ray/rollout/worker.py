@@ -79,6 +79,8 @@ class RolloutSummary:
     """Rewards that failed for good, in words."""
     measured: list[dict[str, dict[str, float]]]
     """What each request to the reward servers took, see ``PendingScores.measured``."""
+    peak_gib: float
+    """Most device memory that the worker's tensors have held so far; 0 on the CPU."""
     warnings: list[str]
     """What else the user should know, such as a batch that had to be halved."""
 
@@ -292,6 +294,7 @@ class RolloutWorker:
             },
             failures=failures,
             measured=measured,
+            peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
             warnings=self._warnings(),
         )
 

@@ -211,7 +211,7 @@ def test_compiled_code_gives_the_same_latents(tmp_path: Path, lora: bool) -> Non
 def test_where_compiling_fails_the_rollout_goes_on_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> Callable[..., Tensor]:
+    def fail(*_: object, **__: object) -> Callable[..., Tensor]:
         raise RuntimeError("no compiler for this card")
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)

@@ -13,7 +13,7 @@ def summary(*measured: dict[str, dict[str, float]]) -> RolloutSummary:
     return RolloutSummary(
         group_id=0, weight_version=0, evaluations=10, pictures=4, seconds={}, failures=[],
         reward_mean=by_reward, reward_spread=by_reward, constant_share=by_reward,
-        warnings=[], measured=list(measured),
+        peak_gib=0.0, warnings=[], measured=list(measured),
     )  # fmt: skip
 
 

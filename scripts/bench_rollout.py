@@ -1,0 +1,416 @@
+#!/usr/bin/env python3
+"""The rollout engine against the published order, on true-size FLUX.1-dev with random weights.
+
+    python scripts/bench_rollout.py --json rollout.json                       # one card
+    python scripts/bench_rollout.py --json rollout.json --cards 1,2,4 g2rpo.sde_steps=[0,1]
+    python scripts/bench_rollout.py --json rollout.json --variants exact,fp8+thin
+    python scripts/bench_rollout.py --json rollout.json --tiny                # CPU, a minute
+
+The published order draws one image at a time: the anchor, then for every SDE step, member and
+granularity the stochastic step and the whole completion, each evaluation alone under autocast, each
+image decoded, encoded by PIL and scored alone. It is measured on whole chains of some SDE steps,
+and extrapolated by the counts of evaluations and images. Our engine draws whole prompts through
+Ray: rollout workers, reward servers and pool as in a run. ``key=value`` overrides any setting.
+"""
+
+import argparse
+import io
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import open_clip
+import ray
+import torch
+from bench_scale import PROMPT, QUICKSTART, SCORER, write_model_folder, write_scorer
+from PIL import Image
+from torch import Tensor
+
+from g2rpo_ray.algorithm.granularity import completion_indices, count_published_order
+from g2rpo_ray.algorithm.sde import SdeStep, euler_step, predict_x0
+from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.launch import launch_rollout
+from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.loading import DTYPES, load_part
+from g2rpo_ray.models.vae import PictureDecoder
+from g2rpo_ray.plan.networks import policy_size
+from g2rpo_ray.prompts.dataset import Prompt
+from g2rpo_ray.rewards.open_clip_model import resolve_architecture
+from g2rpo_ray.rollout.engine import RolloutEngine, schedule_of
+from g2rpo_ray.rollout.group import GroupKey
+from g2rpo_ray.rollout.worker import RolloutSummary
+
+COMMON = [
+    "seed=0",
+    "iterations=1",
+    "model.random_weights=true",
+    "sampling.prompts_per_iteration=1",
+    "cluster.dashboard=false",
+    "cluster.start_timeout_s=300",
+    "learner.gpus_per_rank=0",
+]
+TRUE_SIZE = [
+    "model.dtype=bfloat16",
+    "prompts.max_sequence_length=512",
+    "sampling.height=720",
+    "sampling.width=720",
+    "sampling.steps=16",
+    "sampling.members=12",
+    "g2rpo.sde_steps=[0,1,2,3,4,5,6,7]",
+    "g2rpo.granularities=[1,2]",
+    "rollout.batch_size=8",
+    "rollout.decode_batch_size=4",
+    "rollout.cpus_per_worker=2",
+    "rollout.threads=4",
+    "rollout.gpus_per_worker=0.8",
+]
+TINY = ["sampling.steps=8", "sampling.members=4", "g2rpo.sde_steps=[0,1]", "rollout.workers=1"]
+VARIANTS = {
+    "exact": [],
+    "fp8": ["rollout.fp8=true"],
+    "thin": ["rollout.thin_completions=true"],
+    "fp8+thin": ["rollout.fp8=true", "rollout.thin_completions=true"],
+}
+MATRIX_SIDE = {True: 1024, False: 8192}
+GIB = 2**30
+
+
+def main() -> int:
+    """Returns 1 if nothing could be measured; the file is written after every stage."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="where results go")
+    parser.add_argument("--tiny", action="store_true", help="the quickstart's networks, on the CPU")
+    parser.add_argument("--cards", default="1", help="numbers of rollout workers, such as 1,2,4")
+    parser.add_argument("--variants", default="exact", help=f"some of {', '.join(VARIANTS)}")
+    parser.add_argument("--published-steps", default="0,3,7", help="SDE steps to measure on")
+    parser.add_argument("--no-published", action="store_true", help="leave the comparison out")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    options = parser.parse_args()
+    # Whoever watches a lent card must see how far it came, also through a pipe.
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+    if not options.tiny and not torch.cuda.is_available():
+        print("no CUDA card here; --tiny runs the same code on the CPU")
+        return 1
+    with tempfile.TemporaryDirectory() as scratch:
+        config = make_config(Path(scratch), options.tiny, options.overrides)
+        torch.set_num_threads(config.rollout.threads)
+        results = Results(options.json, config)
+        matrix_stage(results, MATRIX_SIDE[options.tiny])
+        if not options.no_published:
+            steps = [int(k) for k in options.published_steps.split(",")]
+            published_stage(results, config, [k for k in steps if k in config.g2rpo.sde_steps])
+        for variant in options.variants.split(","):
+            for cards in (int(number) for number in options.cards.split(",")):
+                engine_stage(results, config, variant, cards)
+    results.summarise()
+    return 0
+
+
+def make_config(scratch: Path, tiny: bool, overrides: list[str]) -> Config:
+    """The quickstart's settings, turned into the benchmark's; two scorers, of ViT-H-14."""
+    settings = [*COMMON, *(TINY if tiny else TRUE_SIZE)]
+    settings += [f"model.path={write_model_folder(scratch / 'flux', tiny)}"]
+    if not tiny:
+        checkpoint = str(write_scorer(scratch / "scorer.pt"))
+        options = json.dumps({"checkpoint": checkpoint, "architecture": SCORER["true"]})
+        for reward in ("hps", "clip"):
+            settings += [
+                f"rewards.{reward}.options={options}",
+                f"rewards.{reward}.gpus_per_replica=0.1",
+                f"rewards.{reward}.threads=4",
+            ]
+    config = load_config(QUICKSTART, [*settings, f"run_dir={scratch / 'run'}", *overrides])
+    # The oracle knows only the tiny world's prompts.
+    kept = {name: config.rewards[name] for name in ("clip", "hps")}
+    return config.model_copy(update={"rewards": kept})
+
+
+@dataclass
+class Results:
+    """What was measured; printed, and written after every stage."""
+
+    path: Path
+    config: Config
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size = policy_size(self.config)
+        self.tflop_per_evaluation = size.evaluation.tflop
+        self.content = {
+            "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "versions": {p: version(p) for p in ("torch", "ray", "diffusers", "open_clip_torch")},
+            "settings": {
+                "picture": [self.config.sampling.height, self.config.sampling.width],
+                "steps": self.config.sampling.steps,
+                "members": self.config.sampling.members,
+                **self.config.g2rpo.model_dump(),
+                **self.config.rollout.model_dump(),
+            },
+            "tflop_per_evaluation": round(size.evaluation.tflop, 2),
+            "engine": {},
+        }
+
+    def add(self, values: dict[str, Any]) -> None:
+        """Keep and show."""
+        self.content |= values
+        print(json.dumps(values, indent=1), flush=True)
+        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+    def summarise(self) -> None:
+        """The ratio, and what several cards give."""
+        engine = self.content["engine"]
+        first = next(iter(engine.values()))
+        values = {k: first[k] for k in ("engine_s_per_prompt", "evaluations")}
+        if published := self.content.get("published_s_per_prompt"):
+            values["ratio"] = round(published / first["engine_s_per_prompt"], 3)
+            values["ratios"] = {
+                name: round(published / e["engine_s_per_prompt"], 3) for name, e in engine.items()
+            }
+        values["efficiency"] = {
+            name: round(e["pictures_per_s"] / first["pictures_per_s"] / e["cards"], 3)
+            for name, e in engine.items()
+        }
+        self.add(values)
+
+
+def matrix_stage(results: Results, side: int) -> None:
+    """Rate of a large square product: what the utilisation is relative to."""
+    device, dtype = device_of(results.config), DTYPES[results.config.model.dtype]
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
+    seconds = median_s(lambda: a @ b, repeats=10)
+    results.add({"matrix_tflop_per_s": round(2 * side**3 / seconds / 1e12, 3)})
+
+
+def published_stage(results: Results, config: Config, sde_steps: list[int]) -> None:
+    """Chains of one member in the published order, extrapolated to a prompt."""
+    published = PublishedOrder(config)
+    published.chain(sde_steps[0], member=0)  # warms up
+    published.reset()
+    for member, k in enumerate(sde_steps):
+        published.chain(k, member)
+    recipe, members = config.g2rpo, config.sampling.members
+    evaluations = count_published_order(
+        config.sampling.steps, recipe.sde_steps, recipe.granularities, members
+    )
+    # The anchor's picture is drawn, too.
+    images = 1 + len(recipe.sde_steps) * members * len(recipe.granularities)
+    per_evaluation_s = published.evaluation_s / published.evaluations
+    per_image_s = published.image_s / published.images
+    results.add(
+        {
+            "published_s_per_prompt": evaluations * per_evaluation_s + images * per_image_s,
+            "published": {
+                "evaluations": evaluations,
+                "images": images,
+                "ms_per_evaluation": per_evaluation_s * 1e3,
+                "ms_per_image_decoded_and_scored": per_image_s * 1e3,
+                "measured_evaluations": published.evaluations,
+                "measured_images": published.images,
+                "peak_gib": peak_gib(),
+            },
+        }
+    )
+    del published
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class PublishedOrder:
+    """One image at a time, as published code does it, with its time by part."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.device = config, device_of(config)
+        self.policy = load_policy(config, self.device)
+        vae = load_part(config.model, "vae", DTYPES[config.model.dtype], self.device)
+        self.decoder = PictureDecoder(vae, self.policy.shape, 1)
+        self.scorers = [
+            PublishedScorer(r.options["architecture"], self.device) for r in config.rewards.values()
+        ]
+        self.embeds = random_embeds(config, self.device)
+        self.sigmas = schedule_of(config.sampling, config.sampling.steps, self.policy.shape)
+        self.reset()
+
+    def reset(self) -> None:
+        self.evaluations, self.images = 0, 0
+        self.evaluation_s, self.image_s = 0.0, 0.0
+
+    @torch.no_grad()
+    def chain(self, k: int, member: int) -> None:
+        """The stochastic step of one member, and its picture on every granularity."""
+        sampling, key = self.config.sampling, GroupKey(0, 0)
+        shape = self.policy.shape.packed
+        x = key.initial_noise(shape)[None].to(self.device)
+        step = SdeStep.at(self.sigmas, k, sampling.sde, sampling.eta)
+        noise = key.branch_noise(shape, k, sampling.members)[member : member + 1]
+        x = step.sample(step.mean(x, self._evaluate(x, k)), noise.to(self.device))
+        for granularity in self.config.g2rpo.granularities:
+            self._picture(self._complete(x, completion_indices(sampling.steps, k, granularity)))
+
+    def _complete(self, x: Tensor, indices: list[int]) -> Tensor:
+        for index, next_index in pairwise(indices):
+            v, sigma = self._evaluate(x, index), float(self.sigmas[index])
+            x0 = predict_x0(x, v, sigma)
+            x = euler_step(x, v, sigma, float(self.sigmas[next_index]))
+        return x0
+
+    def _evaluate(self, x: Tensor, index: int) -> Tensor:
+        started_s = now_s(self.device)
+        with torch.autocast(self.device.type, DTYPES[self.config.model.dtype], self._on_gpu):
+            v = self.policy(x, self.sigmas[index : index + 1].to(self.device), self.embeds)
+        self.evaluation_s += now_s(self.device) - started_s
+        self.evaluations += 1
+        return v
+
+    def _picture(self, x0: Tensor) -> None:
+        started_s = now_s(self.device)
+        picture = Image.fromarray(self.decoder.decode(x0)[0].numpy())
+        for scorer in self.scorers:
+            scorer.score(picture, PROMPT)
+        self.image_s += now_s(self.device) - started_s
+        self.images += 1
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+class PublishedScorer:
+    """Image and text through both towers for every image, preprocessed by PIL, under autocast."""
+
+    def __init__(self, architecture: str, device: torch.device) -> None:
+        name, self.device = resolve_architecture(architecture), device
+        self.model, _, self.preprocess = open_clip.create_model_and_transforms(
+            name, load_weights=False, device=device
+        )
+        self.tokenizer = open_clip.get_tokenizer(name)
+
+    @torch.no_grad()
+    def score(self, picture: Image.Image, text: str) -> float:
+        image = self.preprocess(picture)[None].to(self.device)
+        tokens = self.tokenizer([text]).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, self.device.type == "cuda"):
+            image_features = self.model.encode_image(image, normalize=True)
+            text_features = self.model.encode_text(tokens, normalize=True)
+        return float((image_features * text_features).sum())
+
+
+def engine_stage(results: Results, config: Config, variant: str, cards: int) -> None:
+    """Whole prompts, one for each worker, through the roles of a run."""
+    overrides = [*VARIANTS[variant], f"rollout.workers={cards}"]
+    config = overridden(config, overrides)
+    for reward in config.rewards.values():
+        assert reward.min_replicas == 1
+    evaluation_s = batch_evaluation_s(config) if cards == 1 else None
+    print(f"{variant}, {cards} workers:", flush=True)
+    with launch_rollout(config, partial(print, flush=True)) as (_, pool):
+        for line in ray.get([worker.describe.remote() for worker in pool.workers]):
+            print(line, flush=True)
+        prompts = [ray.put(random_prompt(config, number)) for number in range(cards)]
+        started_s = time.perf_counter()
+        summaries, _ = pool.generate(prompts, 0, lambda *_: None)
+        wall_s = time.perf_counter() - started_s
+    found = engine_values(results, summaries, wall_s, cards)
+    if evaluation_s is not None:
+        alone_s = found["evaluations"] * evaluation_s
+        found["evaluations_alone_s"] = round(alone_s, 2)
+        found["decode_and_score_share"] = round(1 - alone_s / wall_s, 3)
+    results.content["engine"][f"{variant}, {cards}"] = found
+    results.add({"last": f"{variant}, {cards}", **found})
+
+
+def engine_values(
+    results: Results, summaries: list[RolloutSummary], wall_s: float, cards: int
+) -> dict[str, Any]:
+    """Of one stage: every card drew one prompt."""
+    evaluations = summaries[0].evaluations
+    denoise_s = max(s.seconds["denoise_s"] for s in summaries)
+    rate = evaluations * results.tflop_per_evaluation / denoise_s
+    return {
+        "cards": cards,
+        "engine_s_per_prompt": round(wall_s, 3),
+        "evaluations": evaluations,
+        "pictures": summaries[0].pictures,
+        "pictures_per_s": round(cards * summaries[0].pictures / wall_s, 3),
+        "evaluations_per_s": round(cards * evaluations / wall_s, 2),
+        "tflop_per_s": round(rate, 2),
+        "utilisation": round(rate / results.content["matrix_tflop_per_s"], 3),
+        "seconds": {k: [round(s.seconds[k], 2) for s in summaries] for k in summaries[0].seconds},
+        "peak_gib": max(s.peak_gib for s in summaries),
+        "warnings": [w for s in summaries for w in s.warnings],
+    }
+
+
+def batch_evaluation_s(config: Config) -> float:
+    """Seconds of one evaluation in a full batch, with nothing beside it."""
+    engine = RolloutEngine(config, device_of(config))
+    rows, embeds = engine.batch_size, random_embeds(config, engine.device)
+    x = torch.randn(rows, *engine.policy.shape.packed, device=engine.device)
+    sigma = torch.full((rows,), 0.5, device=engine.device)
+    seconds = median_s(partial(engine.estimate, x, sigma, embeds), repeats=5) / rows
+    del engine
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return seconds
+
+
+def overridden(config: Config, overrides: list[str]) -> Config:
+    """The configuration with some of ``rollout``'s settings changed."""
+    changes = dict(o.removeprefix("rollout.").split("=") for o in overrides)
+    values = {key: json.loads(text) for key, text in changes.items()}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=values)})
+
+
+def random_prompt(config: Config, number: int) -> Prompt:
+    transformer = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
+    generator = torch.Generator().manual_seed(number)
+    dtype, tokens = DTYPES[config.model.dtype], config.prompts.max_sequence_length
+    t5 = torch.randn(tokens, transformer["joint_attention_dim"], generator=generator)
+    pooled = torch.randn(transformer["pooled_projection_dim"], generator=generator)
+    return Prompt(number, f"{PROMPT} {number}", PromptEmbeds(t5.to(dtype), pooled.to(dtype)))
+
+
+def random_embeds(config: Config, device: torch.device) -> PromptEmbeds:
+    return random_prompt(config, 0).embeds.to(device)
+
+
+def device_of(config: Config) -> torch.device:
+    return torch.device("cuda" if config.rollout.gpus_per_worker > 0 else "cpu")
+
+
+def now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def median_s(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of ``run`` after one call to warm up."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    run()
+    times = []
+    for _ in range(repeats):
+        started_s = now_s(device)
+        run()
+        times.append(now_s(device) - started_s)
+    return median(times)
+
+
+def peak_gib() -> float | None:
+    if not torch.cuda.is_available():
+        return None
+    return round(torch.cuda.max_memory_allocated() / GIB, 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
