@@ -38,6 +38,13 @@ def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, f
         for key in ("latency_s", "batch_fill")
     }
     return means | {f"reward/{name}/failures": sum(r["failures"] for r in requests)}
+def flop_metrics(
+    summaries: Sequence[RolloutSummary], tflop_per_evaluation: float
+) -> dict[str, float]:
+    """How fast a worker computes while it is in the transformer; NaN where it never was."""
+    denoise_s = sum(s.seconds.get("denoise_s", 0.0) for s in summaries)
+    tflop = tflop_per_evaluation * sum(s.evaluations for s in summaries)
+    return {"rollout/tflop_per_s": tflop / denoise_s if denoise_s else math.nan}
 
 
 def update_metrics(update: LearnerUpdate) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """MetricsLog: every number of a run, by a name from the one table, to every sink."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -9,17 +9,17 @@ from typing import Any, Self
 import numpy as np
 
 from g2rpo_ray.config import TrackingSection
+from g2rpo_ray.tracking.endpoint import RayEndpoint
 from g2rpo_ray.tracking.sinks import (
     JsonLines,
-    RayGauges,
     Sink,
     TensorBoard,
     WeightsAndBiases,
     read_lines,
 )
-from g2rpo_ray.tracking.table import METRICS, Metric, TrackingError, known_name
+from g2rpo_ray.tracking.table import LIVE, METRICS, Metric, TrackingError, known_name
 
-__all__ = ["METRICS", "Metric", "MetricsLog", "TrackingError", "known_name", "read_metrics"]
+__all__ = ["LIVE", "METRICS", "Metric", "MetricsLog", "TrackingError", "known_name", "read_metrics"]
 
 
 class MetricsLog:
@@ -27,7 +27,7 @@ class MetricsLog:
 
     Args:
         run_dir: folder of the run; made if it is missing.
-        tracking: which sinks to use besides ``metrics.jsonl`` and Ray's gauges.
+        tracking: which sinks to use besides ``metrics.jsonl`` and Ray's endpoint.
         config: the resolved configuration, shown by Weights & Biases.
         resume_iteration: first iteration that will be recorded by a resumed run; records of an
             earlier life from there on are dropped. None for a new run.
@@ -64,7 +64,7 @@ class MetricsLog:
             if self._tracking.tensorboard:
                 folder = self._run_dir / "tensorboard"
                 self._add(opened, TensorBoard(folder, self._resume_iteration))
-            self._add(opened, RayGauges())
+            self._add(opened, RayEndpoint(self._run_dir.name))
             self._closing = opened.pop_all()
         return self
 
@@ -92,6 +92,16 @@ class MetricsLog:
             known_name(name)
         for sink in self._sinks:
             sink.scalars(iteration, values)
+
+    def live(self, values: Mapping[str, float]) -> None:
+        """Show numbers of now (names of ``LIVE``) where a sink can: Ray's endpoint."""
+        for sink in self._sinks:
+            sink.live(values)
+
+    def observe(self, name: str, values: Sequence[float]) -> None:
+        """Add to the distribution of a histogram of ``LIVE``."""
+        for sink in self._sinks:
+            sink.observe(name, values)
 
     def pictures(self, iteration: int, pictures: Mapping[str, np.ndarray]) -> None:
         """Show pictures where a sink can: TensorBoard and Weights & Biases.

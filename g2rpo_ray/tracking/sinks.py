@@ -1,16 +1,16 @@
-"""Where metrics go: JSON lines, TensorBoard, Weights & Biases, Ray's own metrics."""
+"""Where metrics go: JSON lines, TensorBoard, Weights & Biases; Ray's own are in ``endpoint``."""
 
 import json
 import math
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from g2rpo_ray.tracking.table import METRICS, TrackingError, known_name
+from g2rpo_ray.tracking.table import TrackingError
 
 
 class Sink:
@@ -22,6 +22,12 @@ class Sink:
 
     def pictures(self, iteration: int, pictures: Mapping[str, np.ndarray]) -> None:
         """Keep uint8 ``[height, width, 3]`` pictures by caption."""
+
+    def live(self, values: Mapping[str, float]) -> None:
+        """Show numbers of now that are no part of any record (``LIVE`` in the table)."""
+
+    def observe(self, name: str, values: Sequence[float]) -> None:
+        """Add to the distribution of a histogram."""
 
     def close(self) -> None:
         """Write what is still held back."""
@@ -111,36 +117,6 @@ class WeightsAndBiases(Sink):
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _ascii(text: str) -> str:
-    """Ray refuses a description with any other character."""
-    return text.replace("Δ", "change of ").replace("±", "+-").encode("ascii", "replace").decode()
-
-
-class RayGauges(Sink):
-    """Gauges on Ray's metrics endpoint, for Prometheus; silent while Ray is not initialised."""
-
-    def __init__(self) -> None:
-        self._gauges: dict[str, Any] = {}
-
-    def scalars(self, iteration: int, values: Mapping[str, float]) -> None:  # noqa: ARG002
-        import ray
-        from ray.util.metrics import Gauge
-
-        if not ray.is_initialized():
-            return
-        for name, value in values.items():
-            known = known_name(name)
-            if known.gauge not in self._gauges:
-                metric = METRICS[known.pattern]
-                self._gauges[known.gauge] = Gauge(
-                    known.gauge,
-                    description=_ascii(f"{metric.meaning} Unit: {metric.unit}."),
-                    tag_keys=("reward",) if known.reward else (),
-                )
-            tags = {"reward": known.reward} if known.reward else {}
-            self._gauges[known.gauge].set(float(value), tags=tags)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 from g2rpo_ray.errors import InputError
 
@@ -25,6 +26,9 @@ class Metric:
     """Unit of the number; ``1`` for a plain ratio or score."""
     meaning: str
     """What the number says."""
+    kind: Literal["gauge", "counter", "histogram"] = "gauge"
+    """What Ray's metrics endpoint makes of it: the last number, the sum over all iterations, or
+    the distribution of many."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,18 @@ class KnownName:
     """The reward that stands for ``<name>``; none where the row has no such part."""
 
     @property
-    def gauge(self) -> str:
-        """Name for systems that allow neither dots nor slashes: ``g2rpo_reward_mean``."""
-        return "g2rpo_" + self.pattern.replace("/<name>", "").replace("/", "_")
+    def metric(self) -> Metric:
+        """The row itself."""
+        return ALL[self.pattern]
+
+    @property
+    def exported(self) -> str:
+        """Name for systems that allow neither dots nor slashes: ``g2rpo_reward_mean``.
+
+        A counter ends in ``_total``. Ray puts ``ray_`` before all of them.
+        """
+        name = "g2rpo_" + self.pattern.replace("/<name>", "").replace("/", "_")
+        return f"{name}_total" if self.metric.kind == "counter" else name
 
 
 METRICS: dict[str, Metric] = {
@@ -60,17 +73,22 @@ METRICS: dict[str, Metric] = {
         "share", "Pictures in the scorer's passes, by what rewards.<name>.batch_size allows, mean."
     ),
     "reward/<name>/failures": Metric(
-        "count", "Tries that gave no usable score, those that a retry mended included."
+        "count", "Tries that gave no usable score, those that a retry mended included.",
+        kind="counter",
     ),
     "advantage/abs_mean": Metric("1", "Mean size of the integrated advantage of a branch."),
     "advantage/clamped_share": Metric("share", "Part of the branches cut at ±advantage.clamp."),
-    "groups/trained": Metric("groups", "(prompt, step) groups that the learner trained on."),
+    "groups/trained": Metric(
+        "groups", "(prompt, step) groups that the learner trained on.", kind="counter"
+    ),
     "groups/dropped": Metric(
-        "groups", "(prompt, step) groups left out because a score was missing, NaN or infinite."
+        "groups", "(prompt, step) groups left out because a score was missing, NaN or infinite.",
+        kind="counter",
     ),
     "groups/masked_members": Metric(
         "members", "Members of trained groups that were left out because their probability ratio "
         "was not finite.",
+        kind="counter",
     ),
     "policy/loss": Metric("1", "Clipped objective, averaged over the groups."),
     "policy/ratio_mean": Metric("1", "Mean probability ratio of new to old weights; near 1."),
@@ -92,7 +110,7 @@ METRICS: dict[str, Metric] = {
     ),
     "policy/grad_norm": Metric("1", "Global gradient norm before it is limited, mean of updates."),
     "policy/learning_rate": Metric("1", "Learning rate of the iteration's last update."),
-    "policy/updates": Metric("count", "Optimizer steps of the iteration."),
+    "policy/updates": Metric("count", "Optimizer steps of the iteration.", kind="counter"),
     "time/generate_s": Metric("s", "Driver waited for rollout and rewards."),
     "time/learn_s": Metric("s", "Driver waited for the learner."),
     "time/sync_s": Metric("s", "Driver waited for the weights to reach every receiver."),
@@ -109,10 +127,15 @@ METRICS: dict[str, Metric] = {
     "rollout/decode_s": Metric("s", "Spent in the VAE, summed over the workers."),
     "rollout/score_s": Metric("s", "Spent waiting for scores, summed over the workers."),
     "rollout/evaluations": Metric(
-        "evaluations", "Velocity predictions for one latent, counted at the network."
+        "evaluations", "Velocity predictions for one latent, counted at the network.",
+        kind="counter",
     ),
-    "rollout/pictures": Metric("pictures", "Pictures decoded and scored."),
+    "rollout/pictures": Metric("pictures", "Pictures decoded and scored.", kind="counter"),
     "rollout/evaluations_per_s": Metric("1/s", "rollout/evaluations by time/generate_s."),
+    "rollout/tflop_per_s": Metric(
+        "TFLOP/s", "Operations of a worker's evaluations by rollout/denoise_s, mean of the "
+        "workers; a multiply-add counts as two. By the card's peak it is the utilisation.",
+    ),
     "sync/bytes": Metric("B", "Size of the weights that one receiver got."),
     "sync/tensors": Metric("count", "Tensors that every receiver bound, verified by checksum."),
     "memory/pss_gib": Metric(
@@ -124,10 +147,33 @@ METRICS: dict[str, Metric] = {
         "training.",
     ),
 }  # fmt: skip
+"""Recorded once an iteration, in every sink."""
+
+LIVE: dict[str, Metric] = {
+    "run/iterations": Metric("count", "Iterations of the whole run."),
+    "run/iteration": Metric("count", "Last iteration that was recorded."),
+    "run/started_unix_s": Metric("s", "When this life of the run began to train, Unix time."),
+    "run/recorded_unix_s": Metric("s", "When the last iteration was recorded, Unix time."),
+    "run/checkpoint_unix_s": Metric(
+        "s", "When the last checkpoint of this life was verified, Unix time."
+    ),
+    "run/clip": Metric("1", "The setting learner.clip, to compare ratios with."),
+    "run/not_finite": Metric(
+        "count", "Recorded numbers that were NaN or infinite. Ray does not export such a number: "
+        "its metric keeps the value before.", kind="counter",
+    ),
+    "rollout/prompts_left": Metric("prompts", "Prompts of the phase that are not drawn yet."),
+    "rollout/prompt_s": Metric(
+        "s", "Drawing, decoding and scoring one prompt.", kind="histogram"
+    ),
+}  # fmt: skip
+"""Shown by Ray's metrics endpoint alone: they change inside an iteration, or watch over the run."""
+
+ALL = METRICS | LIVE
 
 _REWARD = r"[a-z][a-z0-9_]*"
 _PATTERNS = {
-    pattern: re.compile(re.escape(pattern).replace("<name>", f"({_REWARD})")) for pattern in METRICS
+    pattern: re.compile(re.escape(pattern).replace("<name>", f"({_REWARD})")) for pattern in ALL
 }
 
 
@@ -142,7 +188,7 @@ def known_name(name: str) -> KnownName:
         if match:
             return KnownName(pattern, match[1] if match.groups() else None)
     room = name.partition("/")[0]
-    allowed = [pattern for pattern in METRICS if pattern.partition("/")[0] == room] or list(METRICS)
+    allowed = [pattern for pattern in ALL if pattern.partition("/")[0] == room] or list(ALL)
     raise TrackingError(
         f"metric {name!r} is not in g2rpo_ray/tracking/table.py; allowed: {', '.join(allowed)}"
     )
@@ -150,7 +196,8 @@ def known_name(name: str) -> KnownName:
 
 def markdown_table() -> str:
     """The table as docs/metrics.md shows it, one section per first part of the name."""
-    return "\n\n".join(_markdown_sections())
+    live = [_HEAD, *(_markdown_row(name) for name in LIVE)]
+    return "\n\n".join([*_markdown_sections(), "### On Ray's endpoint only", "\n".join(live)])
 
 
 def write_documentation(path: Path) -> None:
@@ -167,14 +214,17 @@ BEGIN = "<!-- table: written by python -m g2rpo_ray.tracking.table docs/metrics.
 END = "<!-- end of table -->"
 
 
+_HEAD = "| name | unit | on Ray's endpoint | meaning |\n|---|---|---|---|"
+
+
 def _markdown_sections() -> Iterator[str]:
     for room, names in groupby(METRICS, key=lambda name: name.partition("/")[0]):
-        head = [f"### {room}", "", "| name | unit | meaning |", "|---|---|---|"]
-        yield "\n".join(head + [_markdown_row(name, METRICS[name]) for name in names])
+        yield "\n".join([f"### {room}", "", _HEAD, *(_markdown_row(name) for name in names)])
 
 
-def _markdown_row(name: str, metric: Metric) -> str:
-    cells = (f"`{name}`", metric.unit, metric.meaning)
+def _markdown_row(name: str) -> str:
+    metric = ALL[name]
+    cells = (f"`{name}`", metric.unit, metric.kind, metric.meaning)
     # A bar, as in |Δlog p|, would end the cell.
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

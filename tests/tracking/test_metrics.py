@@ -4,15 +4,23 @@ import json
 import math
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from g2rpo_ray.config import TrackingSection
-from g2rpo_ray.tracking.metrics import METRICS, MetricsLog, TrackingError, known_name, read_metrics
+from g2rpo_ray.tracking.metrics import (
+    LIVE,
+    METRICS,
+    MetricsLog,
+    TrackingError,
+    known_name,
+    read_metrics,
+)
 from g2rpo_ray.tracking.table import markdown_table
 
 ONLY_LINES = TrackingSection(tensorboard=False)
@@ -162,41 +170,102 @@ def test_wandb_gets_every_number_and_a_resumed_run_continues(
     assert identities[0] == identities[1]
 
 
-def test_gauges_have_names_that_prometheus_allows() -> None:
-    assert known_name("reward/hps/mean").gauge == "g2rpo_reward_mean"
+def test_exported_names_are_what_prometheus_allows() -> None:
+    assert known_name("reward/hps/mean").exported == "g2rpo_reward_mean"
     assert known_name("reward/hps/mean").reward == "hps"
-    assert known_name("heldout/clip").gauge == "g2rpo_heldout"
-    assert known_name("weight_version").gauge == "g2rpo_weight_version"
-    gauges = {known_name(pattern.replace("<name>", "x")).gauge for pattern in METRICS}
-    assert len(gauges) == len(METRICS)
-    assert all(gauge.isidentifier() for gauge in gauges)
+    assert known_name("heldout/clip").exported == "g2rpo_heldout"
+    assert known_name("groups/dropped").exported == "g2rpo_groups_dropped_total"
+    exported = {known_name(pattern.replace("<name>", "x")).exported for pattern in METRICS | LIVE}
+    assert len(exported) == len(METRICS | LIVE)
+    assert all(name.isidentifier() for name in exported)
 
 
-def test_gauges_are_set_while_ray_is_initialised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: dict[str, Any] = {}
+class FakeMetric:
+    """Stands for Ray's Gauge and Histogram; keeps the values by tags."""
 
-    class Gauge:
-        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
-            self.values: list[tuple[float, dict[str, str]]] = []
-            made[name] = (description, tag_keys, self.values)
+    made: ClassVar[dict[str, "FakeMetric"]] = {}
 
-        def set(self, value: float, tags: dict[str, str]) -> None:
-            self.values.append((value, tags))
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        tag_keys: tuple[str, ...],
+        boundaries: Sequence[float] = (),
+    ) -> None:
+        self.description, self.tag_keys, self.boundaries = description, tag_keys, boundaries
+        self.values: list[tuple[float, dict[str, str]]] = []
+        self.made[name] = self
 
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        assert set(tags) == set(self.tag_keys)
+        self.values.append((value, tags))
+
+    observe = set
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeMetric]:
+    """What was exported while Ray seems to be initialised, by name."""
     import ray
     import ray.util.metrics
 
+    FakeMetric.made.clear()
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray.util.metrics, "Gauge", Gauge)
+    monkeypatch.setattr(ray.util.metrics, "Gauge", FakeMetric)
+    monkeypatch.setattr(ray.util.metrics, "Histogram", FakeMetric)
+    return FakeMetric.made
+
+
+def test_every_number_reaches_rays_endpoint(
+    tmp_path: Path, endpoint: dict[str, FakeMetric]
+) -> None:
+    run_dir = tmp_path / "mine"
+    with MetricsLog(run_dir, ONLY_LINES, {}) as log:
+        log.record(1, {"reward/hps/mean": 0.5, "reward/clip/mean": 0.9, "time/learn_s": 8})
+        log.live({"run/iterations": 40})
+        log.observe("rollout/prompt_s", [3.0, 4.0])
+    reward = endpoint["g2rpo_reward_mean"]
+    assert "Unit: 1" in reward.description
+    assert reward.values == [
+        (0.5, {"run": "mine", "reward": "hps"}),
+        (0.9, {"run": "mine", "reward": "clip"}),
+    ]
+    assert endpoint["g2rpo_time_learn_s"].values == [(8.0, {"run": "mine"})]
+    assert endpoint["g2rpo_run_iteration"].values == [(1.0, {"run": "mine"})]
+    assert endpoint["g2rpo_run_iterations"].values == [(40.0, {"run": "mine"})]
+    assert [value for value, _ in endpoint["g2rpo_rollout_prompt_s"].values] == [3.0, 4.0]
+    assert read_metrics(run_dir) == [
+        {"iteration": 1, "kind": "train", "reward/hps/mean": 0.5, "reward/clip/mean": 0.9,
+         "time/learn_s": 8}
+    ]  # fmt: skip
+
+
+def test_counters_add_up_and_start_at_0(tmp_path: Path, endpoint: dict[str, FakeMetric]) -> None:
     with MetricsLog(tmp_path, ONLY_LINES, {}) as log:
-        log.record(1, {"reward/hps/mean": 0.5, "reward/clip/mean": 0.9, "policy/updates": 8})
-    description, tag_keys, values = made["g2rpo_reward_mean"]
-    assert "Unit: 1" in description
-    assert tag_keys == ("reward",)
-    assert values == [(0.5, {"reward": "hps"}), (0.9, {"reward": "clip"})]
-    assert made["g2rpo_policy_updates"][1:] == ((), [(8.0, {})])
+        for iteration, dropped in enumerate((0, 2, math.nan, 1), start=1):
+            log.record(iteration, {"groups/dropped": dropped})
+    values = [value for value, _ in endpoint["g2rpo_groups_dropped_total"].values]
+    assert values == [0.0, 2.0, 3.0]
+
+
+def test_a_number_that_ray_would_not_export_is_counted(
+    tmp_path: Path, endpoint: dict[str, FakeMetric]
+) -> None:
+    with MetricsLog(tmp_path, ONLY_LINES, {}) as log:
+        log.record(1, {"policy/loss": 0.5, "policy/grad_norm": 1.0})
+        log.record(2, {"policy/loss": math.nan, "policy/grad_norm": math.inf})
+    assert [value for value, _ in endpoint["g2rpo_policy_loss"].values] == [0.5]
+    assert [value for value, _ in endpoint["g2rpo_run_not_finite_total"].values] == [0.0, 2.0]
+
+
+def test_without_ray_nothing_is_exported(tmp_path: Path, endpoint: dict[str, FakeMetric]) -> None:
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch, MetricsLog(tmp_path, ONLY_LINES, {}) as log:
+        patch.setattr(ray, "is_initialized", lambda: False)
+        log.record(1, {"policy/loss": 0.5})
+        log.observe("rollout/prompt_s", [1.0])
+    assert not endpoint
 
 
 def test_the_documentation_holds_the_table() -> None:

@@ -1,0 +1,79 @@
+"""Structured logs: every line says which role and rank wrote it, in which iteration, on what.
+
+Roles write JSON lines into their Ray worker's log, the driver into ``<run_dir>/log.jsonl``; both
+have the keys ``asctime``, ``levelname``, ``message``, ``role``, ``rank`` and whatever was given to
+``log_context``. Only ``logging`` of the standard library is used to write a line.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+_fields: ContextVar[dict[str, Any]] = ContextVar("log_fields", default={})  # noqa: B039
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
+
+
+def log_as(role: str, rank: int | str = 0) -> None:
+    """Name this process: all of its records, those of libraries included, carry role and rank."""
+    record_of = logging.LogRecord
+
+    def named_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = record_of(*args, **kwargs)
+        record.__dict__.update({"role": role, "rank": rank} | _fields.get())
+        return record
+
+    logging.setLogRecordFactory(named_record)
+
+
+@contextmanager
+def log_context(**fields: Any) -> Iterator[None]:
+    """Records made inside carry these fields, such as ``iteration`` and ``prompt_id``."""
+    token = _fields.set(_fields.get() | fields)
+    try:
+        yield
+    finally:
+        _fields.reset(token)
+
+
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Append what this process logs to ``path``, the error that ends it included."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(JsonFormatter())
+    package = logging.getLogger("g2rpo_ray")
+    before = package.level
+    package.setLevel(logging.INFO)
+    # On the root: what libraries warn of belongs in the file, too.
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    except BaseException as error:
+        package.error("%s: %s", type(error).__name__, error, exc_info=True)
+        raise
+    finally:
+        logging.getLogger().removeHandler(handler)
+        package.setLevel(before)
+        handler.close()
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line, with the keys of Ray's own JSON logs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "asctime": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(record.created)),
+            "levelname": record.levelname,
+            "message": record.getMessage(),
+            "filename": record.filename,
+            "lineno": record.lineno,
+            "process": record.process,
+        }
+        line |= {k: v for k, v in record.__dict__.items() if k not in _STANDARD}
+        if record.exc_info:
+            line["exc_text"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
