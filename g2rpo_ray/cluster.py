@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from g2rpo_ray.config import Config
@@ -236,6 +237,7 @@ def ray_cluster(config: Config) -> Iterator[bool]:
             address=address,
             include_dashboard=config.cluster.dashboard if address == "local" else None,
             runtime_env={"env_vars": worker_environment(config.cluster.environment)},
+            job_config=_json_logs(),
             logging_level=logging.WARNING,
             # Every role's output is in its own log file; what matters comes back as an answer.
             log_to_driver=False,
@@ -248,6 +250,13 @@ def ray_cluster(config: Config) -> Iterator[bool]:
         yield address == "local"
     finally:
         ray.shutdown()
+
+
+def _json_logs() -> JobConfig:
+    # Of the roles, but not of this process, whose output is for people: so not by logging_config.
+    job = JobConfig()
+    job.set_py_logging_config(ray.LoggingConfig(encoding="JSON", log_level="INFO"))
+    return job
 
 
 def _check_head(address: str) -> None:

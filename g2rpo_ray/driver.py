@@ -12,7 +12,9 @@ import ray
 from g2rpo_ray.config import Config
 from g2rpo_ray.launch import Roles, launch
 from g2rpo_ray.learner.checkpoint import checkpoint_folder
+from g2rpo_ray.logs import log_as, log_file
 from g2rpo_ray.models.loading import check_model_folder
+from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import PromptOrder, evenly, read_config_prompts
 from g2rpo_ray.rollout.strategies import make_strategy
 from g2rpo_ray.run import (
@@ -25,6 +27,7 @@ from g2rpo_ray.run import (
 )
 from g2rpo_ray.stop import StopRequested, StopSignal
 from g2rpo_ray.tracking.collect import (
+    flop_metrics,
     heldout_metrics,
     rollout_metrics,
     sync_metrics,
@@ -60,8 +63,10 @@ def train(config: Config, resume: str = "none") -> None:
         stop.check()
         progress.note(text)
 
+    log_as("driver")
     with (
         stop,
+        log_file(run.folder / "log.jsonl"),
         PeakMemory() as memory,
         launch(config, run.checkpoint, note) as roles,
         MetricsLog(
@@ -93,12 +98,21 @@ class TrainingLoop:
         self.roles, self.log, self.progress = roles, log, progress
         self.stop, self.memory = stop, memory
         self.seconds: dict[str, float] = {}
+        self.evaluation_tflop = policy_size(config).evaluation.tflop
 
     def run(self, train_prompts: list[str], heldout_prompts: list[tuple[int, str]]) -> None:
         """Train to the end; on a signal, save and re-raise."""
         sampling = self.config.sampling
         order = PromptOrder(len(train_prompts), self.config.seed, sampling.prompts_per_iteration)
         saved = start = self.state.iteration
+        self.log.live(
+            {
+                "run/iterations": self.config.iterations,
+                "run/iteration": start,
+                "run/started_unix_s": time.time(),
+                "run/clip": self.config.learner.clip,
+            }
+        )
         try:
             if start == 0:
                 self.evaluate(heldout_prompts)
@@ -145,8 +159,10 @@ class TrainingLoop:
             evaluations=self.state.evaluations + sum(s.evaluations for s in summaries),
             train_s=self.state.train_s + time.perf_counter() - started_s,
         )
+        self.log.observe("rollout/prompt_s", [sum(s.seconds.values()) for s in summaries])
         return (
             rollout_metrics(summaries, self.seconds["generate"])
+            | flop_metrics(summaries, self.evaluation_tflop)
             | update_metrics(update)
             | sync_metrics(report)
         )
@@ -183,6 +199,7 @@ class TrainingLoop:
             folder = checkpoint_folder(self.run_folder, self.state.iteration)
             trained_steps = make_strategy(self.config).trained_steps(self.state.iteration)
             self.roles.learner.save(folder, replace(self.state, trained_steps=trained_steps))
+        self.log.live({"run/checkpoint_unix_s": time.time()})
 
     def finish(self, heldout_prompts: list[tuple[int, str]]) -> None:
         """The last evaluation, summary.json, the table and the report."""
@@ -211,6 +228,7 @@ class TrainingLoop:
     def on_wait(self, done: int, total: int) -> None:
         """Called while prompts are drawn: stopping here loses only what is under way."""
         self.progress.waiting(done, total, "prompts")
+        self.log.live({"rollout/prompts_left": total - done})
         self.stop.check()
 
     def is_due(self, every: int) -> bool:

@@ -19,7 +19,10 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 
 
 def log_as(role: str, rank: int | str = 0) -> None:
-    """Name this process: all of its records, those of libraries included, carry role and rank."""
+    """Name this process: all of its records, those of libraries included, carry role and rank.
+
+    This package's information is logged, and the warnings of everything else.
+    """
     record_of = logging.LogRecord
 
     def named_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -28,6 +31,8 @@ def log_as(role: str, rank: int | str = 0) -> None:
         return record
 
     logging.setLogRecordFactory(named_record)
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("g2rpo_ray").setLevel(logging.INFO)
 
 
 @contextmanager
@@ -45,19 +50,15 @@ def log_file(path: Path) -> Iterator[None]:
     """Append what this process logs to ``path``, the error that ends it included."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(JsonFormatter())
-    package = logging.getLogger("g2rpo_ray")
-    before = package.level
-    package.setLevel(logging.INFO)
     # On the root: what libraries warn of belongs in the file, too.
     logging.getLogger().addHandler(handler)
     try:
         yield
     except BaseException as error:
-        package.error("%s: %s", type(error).__name__, error, exc_info=True)
+        logging.getLogger(__name__).error("%s: %s", type(error).__name__, error, exc_info=True)
         raise
     finally:
         logging.getLogger().removeHandler(handler)
-        package.setLevel(before)
         handler.close()
 
 

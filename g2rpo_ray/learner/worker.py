@@ -1,5 +1,6 @@
 """Learner: one DeepSpeed rank on a Ray actor."""
 
+import logging
 import socket
 from pathlib import Path
 
@@ -16,17 +17,21 @@ from g2rpo_ray.learner.checkpoint import (
 )
 from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
 from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups
+from g2rpo_ray.logs import log_as, log_context
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.lora import coverage
 from g2rpo_ray.models.weights import PackedWeights, TensorLayout, WeightReceipt, receipt
 from g2rpo_ray.rollout.group import RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup, open_store
 
+logger = logging.getLogger(__name__)
+
 
 class Learner:
     """One rank: its share of the groups, its shard of the optimizer."""
 
     def __init__(self, config: Config, rank: int) -> None:
+        log_as("learner", rank)
         torch.set_num_threads(config.learner.threads)
         self.config, self.rank = config, rank
         self.device = role_device(config.learner.gpus_per_rank)
@@ -59,14 +64,18 @@ class Learner:
         assignments = [
             Assignment(group, weight) for group, (_, weight) in zip(mine, shares, strict=True)
         ]
-        return update_on_groups(
-            self.engine,
-            assignments,
-            config=self.config,
-            prompts=len(groups),
-            ranks=self.config.learner.ranks,
-            device=self.device,
-        )
+        with log_context(iteration=mine[0].iteration):
+            report = update_on_groups(
+                self.engine,
+                assignments,
+                config=self.config,
+                prompts=len(groups),
+                ranks=self.config.learner.ranks,
+                device=self.device,
+            )
+            prompt_ids = [group.prompt.prompt_id for group in mine]
+            logger.info("updated the weights", extra={"prompt_ids": prompt_ids})
+        return report
 
     def export_weights(self, version: int) -> tuple[WeightReceipt | None, PackedWeights | None]:
         """Receipt and trainable weights from rank 0; the others only take part."""

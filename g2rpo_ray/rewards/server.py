@@ -14,8 +14,11 @@ from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from torch import Tensor
 
 from g2rpo_ray.config import RewardSection
+from g2rpo_ray.logs import log_as, log_context
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import ScorerError, check_request, check_scores
+
+logger = logging.getLogger(__name__)
 
 REQUESTS_PER_REPLICA = 32
 _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
@@ -47,6 +50,7 @@ class RewardServer:
     """A replica: one scorer behind ``score``."""
 
     def __init__(self, name: str, reward: RewardSection) -> None:
+        log_as(f"reward/{name}", serve.get_replica_context().replica_id.unique_id)
         torch.set_num_threads(reward.threads)
         device = "cuda" if reward.gpus_per_replica > 0 else "cpu"
         self._name, self._reward = name, reward
@@ -56,6 +60,10 @@ class RewardServer:
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.005)
     async def score(self, requests: list[ScoreRequest]) -> list[ScoreAnswer | ScorerError]:
         """An answer for each request; an error fails its request alone."""
+        with log_context(prompt_ids=[request.prompt_id for request in requests]):
+            return self._answers(requests)
+
+    def _answers(self, requests: list[ScoreRequest]) -> list[ScoreAnswer | ScorerError]:
         if len(requests) == 1:
             return [self._answer(requests[0].pictures, [requests[0].prompt])]
         sizes = [len(request.pictures) for request in requests]
@@ -81,7 +89,8 @@ class RewardServer:
                 parts.append(check_scores(self._scorer.score(part, texts), len(part)))
             seconds = time.perf_counter() - started_s
             return ScoreAnswer(torch.cat(parts), seconds, len(pictures) / (len(parts) * size))
-        except Exception as error:  # noqa: BLE001  (user code; the caller retries, drops or stops)
+        except Exception as error:
+            logger.warning("the scorer failed", exc_info=True)
             return ScorerError(f"reward {self._name!r}: {type(error).__name__}: {error}")
 
 

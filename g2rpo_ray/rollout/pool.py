@@ -49,7 +49,7 @@ class RolloutPool:
                 num_gpus=settings.gpus_per_worker,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement, worker),
             )
-            .remote(config, scoring)
+            .remote(config, scoring, worker)
             for worker in range(settings.workers)
         ]
 

@@ -1,5 +1,6 @@
 """RolloutWorker: one policy and VAE on a Ray actor; draws, decodes, and has pictures scored."""
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from g2rpo_ray.algorithm import noise
 from g2rpo_ray.config import Config
 from g2rpo_ray.device import role_device
 from g2rpo_ray.errors import RunError
+from g2rpo_ray.logs import log_as, log_context
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.weights import (
     WeightReceipt,
@@ -28,6 +30,8 @@ from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
 from g2rpo_ray.rollout.host_copy import HostCopy
 from g2rpo_ray.rollout.strategies import make_strategy
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup
+
+logger = logging.getLogger(__name__)
 
 
 class BrokenLatentsError(RunError):
@@ -115,7 +119,8 @@ class HeldoutPictures:
 class RolloutWorker:
     """Draws groups with the weights it was last given. A plain class: Ray wraps it in the pool."""
 
-    def __init__(self, config: Config, scoring: Scoring) -> None:
+    def __init__(self, config: Config, scoring: Scoring, rank: int = 0) -> None:
+        log_as("rollout", rank)
         torch.set_num_threads(config.rollout.threads)
         self.config, self.scoring = config, scoring
         self.device = role_device(config.rollout.gpus_per_worker)
@@ -164,6 +169,12 @@ class RolloutWorker:
         Nothing here waits for the device before the last latents are on their way: pictures travel
         to the reward servers while the next steps are completed.
         """
+        with log_context(iteration=iteration, prompt_id=prompt.prompt_id, group_id=group_id):
+            return self._rollout(prompt, group_id, iteration)
+
+    def _rollout(
+        self, prompt: Prompt, group_id: int, iteration: int
+    ) -> tuple[RolloutSummary, RolloutGroup]:
         config = self.config
         key = GroupKey(config.seed, group_id)
         evaluations_before = self.engine.evaluations
@@ -215,6 +226,7 @@ class RolloutWorker:
             batch_size=self.engine.batch_size,
             seconds=clock.seconds(),
         )
+        logger.info("drew a group", extra={"evaluations": group.evaluations, "pictures": decoded})
         return self._summary(group, decoded, failures, measured), group
 
     def evaluate(

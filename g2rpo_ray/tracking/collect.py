@@ -38,6 +38,8 @@ def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, f
         for key in ("latency_s", "batch_fill")
     }
     return means | {f"reward/{name}/failures": sum(r["failures"] for r in requests)}
+
+
 def flop_metrics(
     summaries: Sequence[RolloutSummary], tflop_per_evaluation: float
 ) -> dict[str, float]:

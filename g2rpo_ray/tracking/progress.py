@@ -1,5 +1,6 @@
 """What a person sees while a run goes on, and the table at its end."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -15,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from g2rpo_ray.tracking.formatting import format_change, format_score, format_seconds
+
+logger = logging.getLogger(__name__)
 
 RECENT_ITERATIONS = 10
 """Seconds per iteration and the time left are means over so many iterations."""
@@ -107,7 +110,8 @@ class Progress:
             self._print_line(took, self._rewards, self._time_left())
 
     def note(self, text: str) -> None:
-        """Print a line that stays, above the bar."""
+        """Print a line that stays, above the bar; the driver's log has it, too."""
+        logger.info(text)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _watch(self) -> None:

@@ -85,7 +85,11 @@ def results(run_dir: Path) -> list[dict[str, Any]]:
         "heldout/",
     )
     return [
-        {name: value for name, value in record.items() if name.startswith(kept)}
+        {
+            name: value
+            for name, value in record.items()
+            if name.startswith(kept) and not name.endswith("_s")
+        }
         for record in read_metrics(run_dir)
     ]
 
