@@ -311,7 +311,8 @@ def engine_stage(results: Results, config: Config, variant: str, cards: int) -> 
     config = overridden(config, overrides)
     for reward in config.rewards.values():
         assert reward.min_replicas == 1
-    evaluation_s = batch_evaluation_s(config) if cards == 1 else None
+    alone = cards == 1 and variant == "exact"
+    evaluation_s = batch_evaluation_s(config) if alone else None
     print(f"{variant}, {cards} workers:", flush=True)
     with launch_rollout(config, partial(print, flush=True)) as (_, pool):
         for line in ray.get([worker.describe.remote() for worker in pool.workers]):

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""What accelerated completions cost in accuracy, on the tiny trained model.
+
+    python scripts/bench_accelerations.py --prompts 16 --json accelerations.json
+
+Every prompt is drawn exactly and by each variant, with the same noise, and scored by the tiny
+world's HPS and CLIP. Compared are the integrated advantages: Spearman's rank correlation inside
+each group of members, averaged; the same over all members at once; and the share of equal signs.
+Times at true size come from ``bench_rollout.py --variants``.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from bench_rollout import VARIANTS
+from bench_scale import QUICKSTART
+from torch import Tensor
+
+from g2rpo_ray.algorithm.advantage import integrate_advantages
+from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.prompts.dataset import Prompt, evenly, read_config_prompts
+from g2rpo_ray.rewards.registry import make_scorer
+from g2rpo_ray.rollout.worker import RolloutWorker
+
+PAPER = [
+    "sampling.steps=16",
+    "sampling.members=12",
+    "g2rpo.sde_steps=[0,1,2,3,4,5,6,7]",
+    "g2rpo.granularities=[1,2]",
+]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores that are there already."""
+
+    scores: dict[str, Tensor]
+    failures: list[str] = field(default_factory=list)
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def result(self) -> dict[str, Tensor]:
+        return self.scores
+
+
+class LocalScoring:
+    """The configured scorers in this process."""
+
+    def __init__(self, config: Config) -> None:
+        self._scorers = {
+            name: make_scorer(reward.kind, reward.options, "cpu")
+            for name, reward in config.trained_rewards.items()
+        }
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._scorers)
+
+    def submit(self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]) -> Scores:  # noqa: ARG002
+        texts = [prompt] * len(pictures)
+        return Scores({name: self._scorers[name].score(pictures, texts) for name in names})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="where results go")
+    parser.add_argument("--prompts", type=int, default=16, help="held-out prompts to draw")
+    options = parser.parse_args()
+    exact_config = make_config([])
+    prompts = encode(exact_config, options.prompts)
+    exact, evaluations = advantages(exact_config, prompts)
+    print(f"exact: {evaluations} evaluations a prompt", flush=True)
+    results = {}
+    for variant in (name for name in VARIANTS if name != "exact"):
+        values, variant_evaluations = advantages(make_config(VARIANTS[variant]), prompts)
+        results[variant] = {
+            "evaluations": variant_evaluations,
+            "rank_correlation": round(float(rank_correlation(exact, values).mean()), 4),
+            "lowest_group": round(float(rank_correlation(exact, values).min()), 4),
+            "rank_correlation_pooled": round(
+                float(rank_correlation(exact.flatten()[None], values.flatten()[None])), 4
+            ),
+            "equal_signs": round(float((exact.sign() == values.sign()).float().mean()), 4),
+        }
+        print(variant, json.dumps(results[variant]), flush=True)
+    content = {"prompts": len(prompts), "exact_evaluations": evaluations, "variants": results}
+    options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+def make_config(overrides: list[str]) -> Config:
+    """The quickstart's model and rewards at the paper's T, K, G and granularities."""
+    config = load_config(QUICKSTART, ["run_dir=unused", *PAPER, *overrides])
+    return config.model_copy(update={"rewards": dict(config.trained_rewards)})
+
+
+def encode(config: Config, count: int) -> list[Prompt]:
+    texts = evenly(read_config_prompts(config.prompts, config.prompts.heldout), count)
+    encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
+    return [Prompt(number, text, encoder.encode(text)) for number, text in enumerate(texts)]
+
+
+def advantages(config: Config, prompts: list[Prompt]) -> tuple[Tensor, int]:
+    """Integrated advantages ``[prompts * K, M]``, and the evaluations of one prompt."""
+    worker = RolloutWorker(config, LocalScoring(config))
+    values = []
+    for prompt in prompts:
+        summary, group = worker.rollout(prompt, prompt.prompt_id, iteration=0)
+        integrated = integrate_advantages(
+            group.rewards,
+            [config.rewards[name].weight for name in group.reward_names],
+            clamp=config.advantage.clamp,
+            min_spread=config.advantage.min_spread,
+        )
+        values.append(integrated.values)
+    return torch.cat(values), summary.evaluations
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> Tensor:
+    """Spearman's, along the last dimension."""
+    ranks = [x.argsort(dim=-1).argsort(dim=-1).double() for x in (a, b)]
+    a, b = (x - x.mean(dim=-1, keepdim=True) for x in ranks)
+    return (a * b).sum(dim=-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The rollout engine at true size on a card: FLUX.1-dev's architecture with random weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from g2rpo_ray.algorithm.sde import SdeStep
+from g2rpo_ray.config import Config, resolve_path
+from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.flux import LatentShape, load_policy
+from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE
+from g2rpo_ray.rollout.engine import RolloutEngine, schedule_of
+from g2rpo_ray.rollout.group import GroupKey
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.gpu
+CARD = torch.device("cuda")
+FEW_BLOCKS = {"num_layers": 2, "num_single_layers": 2}
+
+
+def true_size(tmp_path: Path, *overrides: str, **architecture: int) -> Config:
+    """The paper's sampling on FLUX.1-dev's architecture, or one with fewer blocks."""
+    folder = Path(shutil.copytree(resolve_path("tiny_world:flux"), tmp_path / "flux"))
+    transformer = FLUX1_DEV_TRANSFORMER | architecture
+    (folder / "transformer" / "config.json").write_text(json.dumps(transformer))
+    (folder / "vae" / "config.json").write_text(json.dumps(FLUX1_DEV_VAE))
+    return tiny_config(
+        tmp_path / "run",
+        f"model.path={folder}",
+        "model.random_weights=true",
+        "model.dtype=bfloat16",
+        "prompts.max_sequence_length=512",
+        "sampling.height=720",
+        "sampling.width=720",
+        "sampling.steps=16",
+        "sampling.members=12",
+        "rollout.batch_size=8",
+        "rollout.decode_batch_size=4",
+        *overrides,
+    )
+
+
+def random_embeds() -> PromptEmbeds:
+    generator = torch.Generator().manual_seed(0)
+    t5 = torch.randn(512, 4096, generator=generator)
+    pooled = torch.randn(768, generator=generator)
+    return PromptEmbeds(t5.bfloat16(), pooled.bfloat16()).to(CARD)
+
+
+def log_probs(config: Config, v: Tensor, other_v: Tensor, k: int) -> Tensor:
+    """|log p - other log p| of 12 branches of the anchor's step k."""
+    shape = (2025, 64)
+    sigmas = schedule_of(config.sampling, config.sampling.steps, LatentShape(45, 45, 64))
+    step = SdeStep.at(sigmas, k, config.sampling.sde, config.sampling.eta)
+    key = GroupKey(0, 0)
+    x = key.initial_noise(shape)[None].to(CARD)
+    taken = step.sample(step.mean(x, v), key.branch_noise(shape, k, 12).to(CARD))
+    return (
+        step.log_prob(taken, step.mean(x, v)) - step.log_prob(taken, step.mean(x, other_v))
+    ).abs()
+
+
+def test_compiled_and_eager_ratios_stay_inside_the_clip_range(tmp_path: Path) -> None:
+    config = true_size(tmp_path)
+    embeds, sigma = random_embeds(), torch.tensor([0.9], device=CARD)
+    x = GroupKey(0, 0).initial_noise((2025, 64))[None].to(CARD)
+    learner = load_policy(config, CARD)
+    with torch.no_grad():
+        expected = learner(x, sigma, embeds)
+    del learner
+    torch.cuda.empty_cache()
+    engine = RolloutEngine(config, CARD)
+    assert engine.warnings == []
+    v = engine.exact(x, sigma, embeds)
+    differences = [float(log_probs(config, v, expected, k).max()) for k in (0, 3, 7)]
+    print(f"relative |v - v'| {float((v - expected).norm() / expected.norm()):.2e}, ", end="")
+    print(f"max |delta log p| at k = 0, 3, 7: {differences}")
+    assert float((v - expected).norm() / expected.norm()) < 0.03
+    assert max(differences) < 1e-4
+    assert engine.decoder.decode(x).shape == (1, 720, 720, 3)
+
+
+def test_the_float8_twin_is_near_the_exact_policy(tmp_path: Path) -> None:
+    engine = RolloutEngine(true_size(tmp_path, "rollout.fp8=true", **FEW_BLOCKS), CARD)
+    assert engine.warnings == []
+    x = torch.randn(8, 2025, 64, device=CARD)
+    sigma, embeds = torch.linspace(0.9, 0.2, 8, device=CARD), random_embeds()
+    exact, rough = engine.exact(x, sigma, embeds), engine.estimate(x, sigma, embeds)
+    error = float((rough - exact).norm() / exact.norm())
+    print(f"relative |v - v'| with float8 {error:.2e}")
+    assert 0 < error < 0.1
+
+
+def test_a_batch_too_large_for_the_card_is_halved(tmp_path: Path) -> None:
+    config = true_size(tmp_path, "rollout.batch_size=64", "rollout.compile=false", **FEW_BLOCKS)
+    engine = RolloutEngine(config, CARD)
+    held = torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(CARD).total_memory
+    # Room for some 40 latents of this network, not for 64.
+    torch.cuda.set_per_process_memory_fraction((held + 7.5 * 2**30) / total)
+    try:
+        x, sigma = torch.randn(64, 2025, 64, device=CARD), torch.full((64,), 0.5, device=CARD)
+        assert engine.exact(x, sigma, random_embeds()).isfinite().all()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert engine.batch_size == 32
+    assert "rollout.batch_size=64 ran out of device memory" in engine.warnings[0]
+
+
+def test_auto_finds_a_batch(tmp_path: Path) -> None:
+    config = true_size(tmp_path, "rollout.batch_size=auto", "rollout.compile=false", **FEW_BLOCKS)
+    assert RolloutEngine(config, CARD).batch_size == 16
