@@ -99,7 +99,7 @@ def make_config(overrides: list[str]) -> Config:
 
 
 def encode(config: Config, count: int) -> list[Prompt]:
-    texts = evenly(read_config_prompts(config.prompts, config.prompts.heldout), count)
+    texts = evenly(read_config_prompts(config, config.prompts.heldout), count)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
     return [Prompt(number, text, encoder.encode(text)) for number, text in enumerate(texts)]
 
