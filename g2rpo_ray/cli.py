@@ -93,6 +93,40 @@ def _evaluate(options: argparse.Namespace) -> None:
     )
 
 
+def _download(options: argparse.Namespace) -> None:
+    from g2rpo_ray.download.command import download
+
+    config = load_config(options.config, options.overrides)
+    download(config, options.also or [], options.dry_run)
+
+
+def _embed(options: argparse.Namespace) -> None:
+    from g2rpo_ray.embed import EmbedOptions, embed
+    from g2rpo_ray.prompts.selection import Selection
+    from g2rpo_ray.tracking.formatting import format_size
+
+    manifest = embed(
+        load_config(options.config, options.overrides),
+        options.source,
+        options.out,
+        Selection(
+            dedup=options.dedup,
+            min_characters=options.min_characters,
+            max_characters=options.max_characters,
+            languages=tuple(options.language or ()),
+            limit=options.limit,
+        ),
+        EmbedOptions(
+            workers=options.workers,
+            cpus_per_worker=options.cpus_per_worker,
+            gpus_per_worker=options.gpus_per_worker,
+            shard_size=options.shard_size,
+        ),
+    )
+    size = format_size(sum(file.bytes for file in manifest.files))
+    print(f"{options.out}: {manifest.prompts} prompts, {size}; prompts.train takes the folder")
+
+
 def _plan(options: argparse.Namespace) -> None:
     from g2rpo_ray.plan.costs import load_costs
     from g2rpo_ray.plan.report import as_json, as_text, make_plan
@@ -183,6 +217,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.set_defaults(run=_evaluate)
 
+    download = commands.add_parser("download", help="fetch the models that a configuration names")
+    download.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, see configs/")
+    download.add_argument(
+        "--also", action="append", metavar="PATH", help="such as models/G2RPO; repeatable"
+    )
+    download.add_argument("--dry-run", action="store_true", help="list files and sizes only")
+    download.set_defaults(run=_download)
+
+    embed = commands.add_parser("embed", help="encode prompts once, for any number of runs")
+    embed.add_argument("config", metavar="CONFIG", type=Path, help="its model and prompts sections")
+    embed.add_argument(
+        "source", metavar="SOURCE", help="text, .jsonl, .parquet, or a dataset's folder"
+    )
+    embed.add_argument("--out", type=Path, required=True, help="folder to write, or to go on in")
+    embed.add_argument("--dedup", action="store_true", help="leave out doubles")
+    embed.add_argument("--min-characters", type=int, default=0, metavar="N")
+    embed.add_argument("--max-characters", type=int, metavar="N", help="leave out longer ones")
+    embed.add_argument(
+        "--language", action="append", metavar="CODE", help="keep it (en, zh, ...); repeatable"
+    )
+    embed.add_argument("--limit", type=int, metavar="N", help="keep N, evenly spaced")
+    embed.add_argument("--workers", type=int, default=1, metavar="N", help="encoders (1)")
+    embed.add_argument("--cpus-per-worker", type=float, default=1.0, metavar="N", help="(1)")
+    embed.add_argument("--gpus-per-worker", type=float, default=0.0, metavar="N", help="(0)")
+    embed.add_argument("--shard-size", type=int, default=64, metavar="N", help="prompts (64)")
+    embed.set_defaults(run=_embed)
+
     plan = commands.add_parser("plan", help="predict memory and time, and the split of GPUs")
     plan.add_argument("config", metavar="CONFIG", type=Path, help="YAML file, see configs/")
     plan.add_argument("--gpus", type=int, help="GPUs to share out (as many as CONFIG asks for)")
@@ -191,7 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", type=Path, help="write the plan here, too")
     plan.set_defaults(run=_plan)
 
-    for command in (train, sample, export, evaluate, plan):
+    for command in (train, sample, export, evaluate, download, embed, plan):
         command.add_argument(
             "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
         )

@@ -78,6 +78,12 @@ def reward_demands(config: Config) -> list[Demand]:
     ]
 
 
+def encoder_demand(config: Config) -> list[Demand]:
+    """Of the prompt encoder, where it asks for anything."""
+    gpus = config.prompts.encoder_gpus
+    return [Demand("prompts.encoder_gpus", 1, _resources(0.0, gpus))] if gpus else []
+
+
 def rollout_demand(config: Config) -> Demand:
     rollout = config.rollout
     each = _resources(rollout.cpus_per_worker, rollout.gpus_per_worker)

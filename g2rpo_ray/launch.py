@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from g2rpo_ray.cluster import (
     ClusterError,
     Demand,
+    encoder_demand,
     learner_demand,
     living_nodes,
     overview,
@@ -79,7 +80,7 @@ def _rollout_roles(
         session = ray.get_runtime_context().get_session_name()
         note(f"logs of all roles: {session}/logs in Ray's temporary folder (/tmp/ray)")
         wait_for_nodes(config, note)
-        others = reward_demands(config)
+        others = [*reward_demands(config), *encoder_demand(config)]
         nodes = living_nodes()
         note(overview([*demands, *others], nodes))
         if private and (reasons := shortage([*demands, *others], nodes)):
@@ -95,7 +96,12 @@ def _rollout_roles(
             client = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
             encoder = (
                 ray.remote(PromptEncoder)
-                .options(num_cpus=0, max_restarts=2, max_task_retries=2)
+                .options(
+                    num_cpus=0,
+                    num_gpus=config.prompts.encoder_gpus,
+                    max_restarts=2,
+                    max_task_retries=2,
+                )
                 .remote(config)
             )
             yield encoder, RolloutPool(config, placement, client), placement

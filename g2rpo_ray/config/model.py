@@ -42,9 +42,15 @@ class PromptsSection(Section):
     """Texts to train on and to judge by."""
 
     train: str
-    """UTF-8 text file, one prompt a line. ``tiny_world:prompts/train.txt`` is in this package."""
+    """UTF-8 text file with a prompt a line, ``.jsonl``, ``.parquet``, the folder of a Hugging Face
+    dataset, or what ``g2rpo embed`` wrote. ``tiny_world:prompts/train.txt`` is in this package."""
     heldout: str
-    """Prompts for evaluation only, same format."""
+    """Prompts for evaluation only, same formats."""
+    key: str = "prompt"
+    """Key or column with the text, in formats that have one."""
+    encoder_gpus: float = Field(0.0, ge=0)
+    """GPUs (or a fraction) for encoding prompts on the fly; 0 encodes on the CPU. Prompts that were
+    embedded before need no encoder."""
     max_sequence_length: int = Field(512, ge=1)
     """Tokens of the T5 embedding."""
     max_characters: int = Field(2000, ge=1)

@@ -65,13 +65,19 @@ def write_gallery(
 def _table(part: Part) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in part.head)
     rows = "".join(
-        f"<tr><th>{escape(first)}</th>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        f"<tr><th>{escape(first)}</th>" + "".join(map(_table_cell, cells))
         for first, *cells in part.cells
     )
     return (
         f'<h2>{escape(part.title)}</h2><p class="lead">{escape(part.lead)}</p><div class="sheet">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>\n"
     )
+
+
+def _table_cell(cell: str) -> str:
+    number, bracket, interval = cell.partition(" [")
+    small = f'<span class="interval">[{escape(interval)}</span>' if bracket else ""
+    return f"<td>{escape(number)}{small}</td>"
 
 
 def _look(folder: Path, by_row: Mapping[str, Mapping[int, Record]]) -> str:
@@ -189,6 +195,7 @@ _STYLE = """
 .row { flex: 1 1 220px; max-width: 420px; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(90px, 1fr)); gap: 4px; }
 .pictures img { width: 100%; aspect-ratio: var(--aspect, 1); border-radius: 4px; }
+.interval { display: block; color: var(--soft); font-size: 12px; white-space: nowrap; }
 .small img { image-rendering: pixelated; }
 .row table { width: 100%; margin-top: 6px; font-size: 13px; }
 .row th { text-align: left; font-weight: 500; color: var(--soft); }

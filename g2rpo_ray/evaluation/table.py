@@ -148,7 +148,7 @@ def markdown(parts: Sequence[Part]) -> str:
 
 _DIFFERENCES = (
     "Paired: the same prompt from the same noise at the same number of steps, minus the base "
-    "model's score. *worse* is the share of prompts whose score fell."
+    "model's score. Worse is the share of prompts whose score fell."
 )
 _HYBRID = (
     "The named share of the steps is made by the trained weights, the rest by the base model. It "
@@ -157,7 +157,7 @@ _HYBRID = (
 _LEGEND = (
     f"Intervals: {CONFIDENCE:.0%}, percentile bootstrap over prompts, {RESAMPLES:,} resamples. "
     "¹ trained on in the run that the settings come from: a rise there alone is not progress. "
-    "*Diversity* is the mean pairwise CLIP distance of a prompt's pictures; a fall says that they "
+    "Diversity is the mean pairwise CLIP distance of a prompt's pictures; a fall says that they "
     "became alike."
 )
 

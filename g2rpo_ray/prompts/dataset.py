@@ -1,22 +1,18 @@
-"""Prompt files, and which prompts an iteration trains on."""
+"""Prompts of a run, and which of them an iteration trains on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from g2rpo_ray.algorithm.noise import seed_of
 from g2rpo_ray.config import Config, resolve_path
-from g2rpo_ray.errors import InputError
 from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.prompts.embeddings import Embeddings
+from g2rpo_ray.prompts.sources import MANIFEST, read_prompts
 
 T = TypeVar("T")
-
-
-class PromptFileError(InputError):
-    """A prompt file cannot be used; the message names file, line and cause."""
 
 
 @dataclass(frozen=True)
@@ -29,49 +25,22 @@ class Prompt:
     embeds: PromptEmbeds
 
 
-def read_prompts(path: Path, max_characters: int) -> list[str]:
-    """Read a UTF-8 text file with one prompt a line; any script is welcome.
-
-    Returns:
-        Prompts without surrounding white space, in the order of the file; a prompt's id is its
-        place in this list. Empty lines are passed over.
+def read_config_prompts(config: Config, path: str) -> list[str]:
+    """Prompts of ``prompts.train`` or ``prompts.heldout``.
 
     Raises:
-        PromptFileError: the file is missing, holds no prompt, is not UTF-8, has a NUL character or
-            a line longer than ``max_characters``.
+        PromptFileError: the file cannot be used, or is a folder of another encoder's embeddings.
     """
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise PromptFileError(f"{path}: no such prompt file") from None
-    except OSError as error:
-        raise PromptFileError(f"{path}: cannot be read: {error}") from error
-    prompts = []
-    for number, line in enumerate(raw.split(b"\n"), start=1):
-        try:
-            text = line.decode("utf-8").strip().removeprefix("\ufeff")
-        except UnicodeDecodeError as error:
-            raise PromptFileError(
-                f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}); convert "
-                "the file to UTF-8"
-            ) from None
-        if "\0" in text:
-            raise PromptFileError(f"{path}, line {number}: holds a NUL character")
-        if len(text) > max_characters:
-            raise PromptFileError(
-                f"{path}, line {number}: {len(text)} characters; allowed are {max_characters} "
-                "(prompts.max_characters)"
-            )
-        if text:
-            prompts.append(text)
-    if not prompts:
-        raise PromptFileError(f"{path}: no prompt in it; expected one prompt a line")
-    return prompts
+    if embeddings := open_embeddings(path):
+        embeddings.check_encoder(config)
+    prompts = config.prompts
+    return read_prompts(resolve_path(path), prompts.max_characters, prompts.key)
 
 
-def read_config_prompts(config: Config, path: str) -> list[str]:
-    """Prompts of ``prompts.train`` or ``prompts.heldout``."""
-    return read_prompts(resolve_path(path), config.prompts.max_characters)
+def open_embeddings(path: str) -> Embeddings | None:
+    """The folder of embeddings that a setting names; None where it names something else."""
+    folder = resolve_path(path)
+    return Embeddings(folder) if (folder / MANIFEST).is_file() else None
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:

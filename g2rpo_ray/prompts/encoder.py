@@ -1,13 +1,13 @@
-"""Prompts with their embeddings, encoded on the fly by one Ray actor."""
+"""Prompts with their embeddings: read where they lie already, else encoded by one actor."""
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.text import TextEncoder
-from g2rpo_ray.prompts.dataset import Prompt
+from g2rpo_ray.prompts.dataset import Prompt, open_embeddings
 
 CACHED_PROMPTS = 256
 
@@ -17,10 +17,22 @@ class PromptEncoder:
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(config.rollout.threads)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        encoder = TextEncoder(config.model, config.prompts.max_sequence_length, device)
-        self._encode = lru_cache(CACHED_PROMPTS)(encoder.encode)
+        self._config = config
+        opened = [open_embeddings(path) for path in (config.prompts.train, config.prompts.heldout)]
+        self._embedded = [embeddings for embeddings in opened if embeddings]
+        self._encode = lru_cache(CACHED_PROMPTS)(self._embeds)
 
     def encode(self, prompt_id: int, text: str) -> Prompt:
-        embeds: PromptEmbeds = self._encode(text)
-        return Prompt(prompt_id, text, embeds)
+        return Prompt(prompt_id, text, self._encode(text))
+
+    def _embeds(self, text: str) -> PromptEmbeds:
+        for embeddings in self._embedded:
+            if text in embeddings:
+                return embeddings.embeds(text)
+        return self._encoder.encode(text)
+
+    @cached_property
+    def _encoder(self) -> TextEncoder:
+        """Loaded when a prompt first needs it: never, if all of them were embedded before."""
+        device = "cuda" if self._config.prompts.encoder_gpus > 0 else "cpu"
+        return TextEncoder(self._config.model, self._config.prompts.max_sequence_length, device)

@@ -25,3 +25,14 @@ def format_seconds(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60:02d} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_size(size_bytes: float) -> str:
+    """A size on a disk: ``612 B``, ``12 kB``, ``3.4 MB``, ``23.8 GB``; powers of ten."""
+    if size_bytes < 1e3:
+        return f"{size_bytes:.0f} B"
+    if size_bytes < 1e6:
+        return f"{size_bytes / 1e3:.0f} kB"
+    if size_bytes < 1e9:
+        return f"{size_bytes / 1e6:.1f} MB"
+    return f"{size_bytes / 1e9:.1f} GB"

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from g2rpo_ray.config import resolve_path
-from g2rpo_ray.prompts.dataset import PromptFileError, PromptOrder, read_prompts
+from g2rpo_ray.prompts.dataset import PromptOrder
+from g2rpo_ray.prompts.sources import PromptFileError, read_prompts
 
 LIMIT = 2000
 

@@ -1,0 +1,199 @@
+"""A folder of prompt embeddings: its format, its checks, and reading one prompt from it.
+
+``<folder>/``: ``shard_00000.safetensors`` ... with ``t5 [n, tokens, dim]`` and ``pooled [n, dim]``;
+``prompts.parquet`` with each prompt's text, shard, row and checksum; ``manifest.json``, written
+last.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from g2rpo_ray.config import Config, ModelSection, resolve_path
+from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, PromptFileError
+
+FORMAT = "g2rpo embeddings 1"
+ENCODER_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+WHOLE_BELOW = 1 << 24
+"""Files up to this size enter a fingerprint whole, larger ones by header and samples."""
+SAMPLE_BYTES, SAMPLES = 4096, 256
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One file of a folder of embeddings."""
+
+    file: str
+    prompts: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the embeddings are, and what must be there."""
+
+    encoder: dict[str, str]
+    """Fingerprint of each part, see ``encoder_fingerprint``."""
+    dtype: str
+    max_sequence_length: int
+    prompts: int
+    source: str
+    left_out: dict[str, int]
+    files: list[ShardFile]
+    """The shards, in order."""
+    prompts_sha256: str
+    """SHA-256 of prompts.parquet."""
+
+
+def encoder_fingerprint(model: ModelSection) -> dict[str, str]:
+    """SHA-256 of each part of the text encoders: equal for equal encoders wherever they lie.
+
+    Of a large weight file only its size, its header and 256 evenly spaced blocks of 4 KiB enter: T5
+    is 9.5 GB, and another encoder or precision differs in all of them.
+    """
+    folder = resolve_path(model.path)
+    fingerprint = {}
+    for part in ENCODER_PARTS:
+        digest = hashlib.sha256()
+        for file in sorted(path for path in (folder / part).iterdir() if path.is_file()):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            digest.update(_sampled(file))
+        fingerprint[part] = digest.hexdigest()[:16]
+    return fingerprint
+
+
+def prompt_checksum(t5: Tensor, pooled: Tensor) -> str:
+    """Of one prompt's embeddings: 16 hexadecimal digits of SHA-256."""
+    digest = hashlib.sha256()
+    for tensor in (t5, pooled):
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """The last file of a folder, written whole or not at all."""
+    temporary = folder / f".{MANIFEST}.writing"
+    content = {"format": FORMAT} | asdict(manifest)
+    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+    temporary.rename(folder / MANIFEST)
+
+
+class Embeddings:
+    """A checked folder of embeddings, for reading prompts by their text."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            PromptFileError: the manifest is not readable, or a file is missing or of another size.
+        """
+        self.folder = folder
+        self.manifest = _read_manifest(folder / MANIFEST)
+        for shard in self.manifest.files:
+            path = folder / shard.file
+            size = path.stat().st_size if path.is_file() else None
+            if size != shard.bytes:
+                found = "missing" if size is None else f"{size} bytes instead of {shard.bytes}"
+                raise PromptFileError(f"{path}: damaged shard: {found}; {_AGAIN}")
+        table = folder / PROMPTS_FILE
+        if not table.is_file() or _sha256(table) != self.manifest.prompts_sha256:
+            raise PromptFileError(
+                f"{table}: missing or damaged (SHA-256 differs from {MANIFEST}); {_AGAIN}"
+            )
+        columns = pq.read_table(table).to_pydict()
+        self._places = {
+            text: (shard, row, checksum)
+            for text, shard, row, checksum in zip(
+                *(columns[name] for name in ("text", "shard", "row", "checksum")), strict=True
+            )
+        }
+
+    def check_encoder(self, config: Config) -> None:
+        """Refuse embeddings that the configuration's own encoders would not make.
+
+        Raises:
+            PromptFileError: other encoders, precision or length; which, and what to do.
+        """
+        wanted = encoder_fingerprint(config.model) | {
+            "dtype (model.dtype)": config.model.dtype,
+            "prompts.max_sequence_length": str(config.prompts.max_sequence_length),
+        }
+        made = self.manifest.encoder | {
+            "dtype (model.dtype)": self.manifest.dtype,
+            "prompts.max_sequence_length": str(self.manifest.max_sequence_length),
+        }
+        differing = [
+            f"{key} is {made.get(key)} there and {value} in the configuration"
+            for key, value in wanted.items()
+            if made.get(key) != value
+        ]
+        if differing:
+            raise PromptFileError(
+                f"{self.folder / MANIFEST}: embeddings of another encoder than model.path "
+                f"{config.model.path!r} has: {'; '.join(differing)}. Embed the prompts again: "
+                "g2rpo embed"
+            )
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._places
+
+    def embeds(self, text: str) -> PromptEmbeds:
+        """Embeddings of one prompt, compared with their checksum.
+
+        Raises:
+            PromptFileError: the shard is damaged where the prompt lies.
+        """
+        shard, row, checksum = self._places[text]
+        path = self.folder / self.manifest.files[shard].file
+        try:
+            with safe_open(path, framework="pt") as file:
+                t5, pooled = (file.get_slice(name)[row] for name in ("t5", "pooled"))
+        except (OSError, SafetensorError, IndexError) as error:
+            raise PromptFileError(f"{path}: damaged shard: {error}; {_AGAIN}") from error
+        if prompt_checksum(t5, pooled) != checksum:
+            raise PromptFileError(
+                f"{path}, row {row}: damaged shard: the checksum of prompt {text!r:.60} differs; "
+                f"{_AGAIN}"
+            )
+        return PromptEmbeds(t5=t5, pooled=pooled)
+
+
+_AGAIN = "remove the folder and run g2rpo embed again"
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("format") != FORMAT:
+            raise ValueError(f"expected format {FORMAT!r}")
+        files = [ShardFile(**entry) for entry in content.pop("files")]
+        return Manifest(files=files, **content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PromptFileError(f"{path}: not readable as a manifest: {error}") from error
+
+
+def _sampled(file: Path) -> bytes:
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        if size <= WHOLE_BELOW:
+            return content.read()
+        # safetensors: 8 bytes of header length, the header, then the tensors.
+        length = int.from_bytes(content.read(8), "little")
+        blocks = [content.read(min(length, WHOLE_BELOW))]
+        for number in range(SAMPLES):
+            content.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
+            blocks.append(content.read(SAMPLE_BYTES))
+        return b"".join(blocks)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,88 @@
+"""Which prompts are kept: without doubles, of a length, in a language."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from g2rpo_ray.errors import InputError
+
+
+class SelectionError(InputError):
+    """A selection cannot be made as asked."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Options of ``g2rpo embed``; by default everything is kept."""
+
+    dedup: bool = False
+    """Keep the first of prompts that are equal but for case and white space."""
+    min_characters: int = 0
+    max_characters: int | None = None
+    languages: tuple[str, ...] = ()
+    """ISO 639-1 codes to keep; empty keeps all."""
+    limit: int | None = None
+    """Keep so many, evenly spaced over what is left."""
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What is left, and what is not."""
+
+    prompts: list[str]
+    left_out: dict[str, int]
+    """Reason -> prompts."""
+
+
+def select(prompts: Sequence[str], selection: Selection) -> Selected:
+    """Apply the options in their order.
+
+    Raises:
+        SelectionError: nothing is left, a language is unknown, or its package is missing.
+    """
+    left_out: dict[str, int] = {}
+
+    def keep(reason: str, texts: Sequence[str], wanted: Callable[[str], bool]) -> list[str]:
+        kept = [text for text in texts if wanted(text)]
+        if len(kept) < len(texts):
+            left_out[reason] = len(texts) - len(kept)
+        return kept
+
+    kept = list(prompts)
+    if selection.dedup:
+        seen: set[str] = set()
+
+        def is_new(text: str) -> bool:
+            plain = " ".join(text.casefold().split())
+            return plain not in seen and not seen.add(plain)  # type: ignore[func-returns-value]
+
+        kept = keep("double", kept, is_new)
+    kept = keep("shorter", kept, lambda text: len(text) >= selection.min_characters)
+    longest = selection.max_characters
+    kept = keep("longer", kept, lambda text: longest is None or len(text) <= longest)
+    if selection.languages:
+        language_of = _identifier(selection.languages)
+        kept = keep("other language", kept, lambda t: language_of(t) in selection.languages)
+    if selection.limit is not None and selection.limit < len(kept):
+        left_out["over the limit"] = len(kept) - selection.limit
+        kept = [kept[i * len(kept) // selection.limit] for i in range(selection.limit)]
+    if not kept:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        raise SelectionError(f"no prompt of {len(prompts)} is left: {reasons}")
+    return Selected(kept, left_out)
+
+
+def _identifier(languages: Sequence[str]) -> Callable[[str], str]:
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError:
+        raise SelectionError(
+            "--language needs the package py3langid: pip install 'g2rpo-ray[language]'"
+        ) from None
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
+    unknown = [language for language in languages if language not in identifier.labels]
+    if unknown:
+        raise SelectionError(
+            f"--language {', '.join(unknown)}: not known; known are "
+            f"{', '.join(sorted(identifier.labels))}"
+        )
+    return lambda text: str(identifier.classify(text)[0])

@@ -1,0 +1,195 @@
+"""Reading prompts: text, JSON lines, parquet, folders of Hugging Face datasets, embeddings."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from g2rpo_ray.errors import InputError
+
+MANIFEST = "manifest.json"
+"""What a folder of embeddings is known by."""
+PROMPTS_FILE = "prompts.parquet"
+"""The texts of a folder of embeddings."""
+
+
+class PromptFileError(InputError):
+    """A prompt file cannot be used; the message names file, line or row, key and cause."""
+
+
+def read_prompts(path: Path, max_characters: int | None, key: str = "prompt") -> list[str]:
+    """Read prompts of any script from a file or folder.
+
+    ``.jsonl`` has an object a line and ``.parquet`` a column ``key``; any other file is UTF-8 text,
+    a prompt a line. A folder is a Hugging Face dataset (``save_to_disk``, or parquet or JSON lines
+    as on the hub), or what ``g2rpo embed`` wrote.
+
+    Args:
+        max_characters: a longer prompt is refused; None: any length.
+        key: key or column of the text.
+
+    Returns:
+        Prompts without surrounding white space, in the order of the file; a prompt's id is its
+        place in this list. Empty lines of a text file are passed over.
+
+    Raises:
+        PromptFileError: the file is missing, damaged or holds no prompt; a prompt is empty, not
+            UTF-8, no text, too long, or has a NUL character.
+    """
+    if (path / MANIFEST).is_file():
+        # Their lengths were judged when they were embedded.
+        path, key, max_characters = path / PROMPTS_FILE, "text", None
+    prompts = []
+    try:
+        for place, text in _entries(path, key):
+            if "\0" in text:
+                raise PromptFileError(f"{place}: holds a NUL character")
+            if max_characters is not None and len(text) > max_characters:
+                raise PromptFileError(
+                    f"{place}: {len(text)} characters; allowed are {max_characters} "
+                    "(prompts.max_characters)"
+                )
+            prompts.append(text)
+    except FileNotFoundError:
+        raise PromptFileError(f"{path}: no such prompt file") from None
+    except OSError as error:
+        raise PromptFileError(f"{path}: cannot be read: {error}") from error
+    if not prompts:
+        raise PromptFileError(f"{path}: no prompt in it; expected one prompt a line")
+    return prompts
+
+
+def _entries(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    """(place in words, text) of every prompt."""
+    if path.is_dir():
+        for file in _dataset_files(path):
+            yield from _arrow(file, key) if file.suffix == ".arrow" else _entries(file, key)
+    elif path.suffix == ".jsonl":
+        yield from _json_lines(path, key)
+    elif path.suffix == ".parquet":
+        yield from _parquet(path, key)
+    else:
+        for place, text in _lines(path):
+            if text:
+                yield place, text
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        place = f"{path}, line {number}"
+        try:
+            yield place, line.decode("utf-8").strip().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            raise PromptFileError(
+                f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to "
+                "UTF-8"
+            ) from None
+
+
+def _json_lines(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    for place, line in _lines(path):
+        if not line:
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise PromptFileError(f"{place}: not JSON: {error}") from None
+        if not isinstance(entry, dict):
+            raise PromptFileError(f"{place}: expected an object with the key {key!r}")
+        if key not in entry:
+            raise PromptFileError(
+                f"{place}: no key {key!r}; it has {', '.join(map(str, entry)) or 'none'} "
+                "(prompts.key names the one with the text)"
+            )
+        yield place, _text(entry[key], f"{place}, key {key!r}")
+
+
+def _parquet(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            _require_column(path, key, names)
+            batches = (batch.column(0) for batch in file.iter_batches(columns=[key]))
+            yield from _rows(path, key, batches)
+    except pa.ArrowInvalid as error:
+        raise PromptFileError(f"{path}: damaged or no parquet file: {error}") from error
+
+
+def _arrow(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    try:
+        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            _require_column(path, key, stream.schema.names)
+            yield from _rows(path, key, (batch.column(key) for batch in stream))
+    except pa.ArrowInvalid as error:
+        raise PromptFileError(f"{path}: damaged or no Arrow stream: {error}") from error
+
+
+def _rows(path: Path, key: str, batches: Iterable[pa.Array]) -> Iterator[tuple[str, str]]:
+    number = 0
+    for batch in batches:
+        for value in batch:
+            number += 1
+            place = f"{path}, row {number}"
+            yield place, _text(value.as_py(), f"{place}, column {key!r}")
+
+
+def _require_column(path: Path, key: str, names: list[str]) -> None:
+    if key not in names:
+        raise PromptFileError(
+            f"{path}: no column {key!r}; it has {', '.join(names)} (prompts.key names the one with "
+            "the text)"
+        )
+
+
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise PromptFileError(f"{place}: expected a text, found {value!r:.60}")
+    text = value.strip()
+    if not text:
+        raise PromptFileError(f"{place}: the prompt is empty")
+    return text
+
+
+def _dataset_files(folder: Path) -> list[Path]:
+    """Data files of a Hugging Face dataset's folder, in order."""
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        names = _json(splits).get("splits", [])
+        raise PromptFileError(
+            f"{folder}: a dataset of the splits {', '.join(names)}; name one of its folders, such "
+            f"as {folder / (names or ['train'])[0]}"
+        )
+    state = folder / "state.json"
+    if state.is_file():
+        return [folder / entry["filename"] for entry in _json(state).get("_data_files", [])]
+    for suffix in ("parquet", "jsonl"):
+        files = sorted(folder.rglob(f"*.{suffix}"))
+        if files:
+            _refuse_mixed_splits(folder, files)
+            return files
+    raise PromptFileError(
+        f"{folder}: cannot be read as prompts: no state.json (datasets' save_to_disk), no .parquet "
+        f"or .jsonl file, and no {MANIFEST} (g2rpo embed)"
+    )
+
+
+def _refuse_mixed_splits(folder: Path, files: list[Path]) -> None:
+    # The hub's layout: train-00000-of-00003.parquet beside test-00000-of-00001.parquet.
+    splits = {file.name.split("-")[0] for file in files if "-of-" in file.name}
+    if len(splits) > 1:
+        raise PromptFileError(
+            f"{folder}: files of the splits {', '.join(sorted(splits))}; name one file, or a "
+            "folder with one split"
+        )
+
+
+def _json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PromptFileError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise PromptFileError(f"{path}: expected a JSON object")
+    return content

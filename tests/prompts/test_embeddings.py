@@ -1,0 +1,217 @@
+"""g2rpo embed on the tiny encoders: the numbers of on the fly; nothing damaged or foreign."""
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from g2rpo_ray import embed as embed_module
+from g2rpo_ray.config import Config
+from g2rpo_ray.embed import EmbedError, EmbedOptions, embed
+from g2rpo_ray.errors import RunError
+from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.prompts import encoder as encoder_module
+from g2rpo_ray.prompts.dataset import read_config_prompts
+from g2rpo_ray.prompts.embeddings import Embeddings
+from g2rpo_ray.prompts.encoder import PromptEncoder
+from g2rpo_ray.prompts.selection import Selection
+from g2rpo_ray.prompts.sources import PromptFileError
+from tests.tiny import copy_flux, tiny_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+PROMPTS = ["a red circle", "红色圆圈", "قطة", "a 🐈‍⬛", "a blue square", "a red circle", "a cross"]
+OPTIONS = EmbedOptions(workers=2, cpus_per_worker=0.5, shard_size=3)
+
+
+def text_file(folder: Path) -> Path:
+    path = folder / "prompts.txt"
+    path.write_text("\n".join(PROMPTS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of embeddings that no test changes."""
+    folder = tmp_path_factory.mktemp("embedded")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embed_module, "ray_cluster", lambda _: nullcontext(True))
+        source = str(text_file(folder))
+        embed(tiny_config(folder), source, folder / "out", Selection(), OPTIONS)
+    return folder / "out"
+
+
+@pytest.fixture
+def folder(embedded: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(embedded, tmp_path / "copy"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+    monkeypatch.setattr(embed_module, "ray_cluster", lambda _: nullcontext(True))
+    return embed
+
+
+def config_with(folder: Path, *overrides: str) -> Config:
+    return tiny_config(folder, f"prompts.train={folder}", *overrides)
+
+
+def test_embeddings_are_those_made_on_the_fly_to_the_bit(
+    embedded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_with(embedded, f"prompts.heldout={embedded}")
+    texts = read_config_prompts(config, config.prompts.train)
+    assert texts == PROMPTS
+    fly = TextEncoder(config.model, config.prompts.max_sequence_length)
+    # All prompts were embedded before: the encoders are not even loaded.
+    monkeypatch.setattr(encoder_module, "TextEncoder", None)
+    actor = PromptEncoder(config)
+    for number, text in enumerate(texts):
+        prompt, wanted = actor.encode(number, text), fly.encode(text)
+        assert torch.equal(prompt.embeds.t5, wanted.t5)
+        assert torch.equal(prompt.embeds.pooled, wanted.pooled)
+        assert prompt.embeds.t5.dtype == wanted.t5.dtype
+
+
+def test_a_prompt_that_was_not_embedded_is_encoded_on_the_fly(embedded: Path) -> None:
+    config = config_with(embedded)
+    prompt = PromptEncoder(config).encode(0, "a green triangle")
+    fly = TextEncoder(config.model, config.prompts.max_sequence_length)
+    assert torch.equal(prompt.embeds.t5, fly.encode("a green triangle").t5)
+
+
+def test_the_manifest_says_what_there_is(embedded: Path) -> None:
+    manifest = Embeddings(embedded).manifest
+    assert manifest.prompts == len(PROMPTS)
+    assert [shard.prompts for shard in manifest.files] == [3, 3, 1]
+    assert manifest.max_sequence_length == 10
+    assert {path.name for path in embedded.iterdir()} == {
+        "manifest.json",
+        "prompts.parquet",
+        *(shard.file for shard in manifest.files),
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.dtype=bfloat16", "dtype (model.dtype) is float32 there and bfloat16"),
+        ("prompts.max_sequence_length=12", "prompts.max_sequence_length is 10 there and 12"),
+    ],
+)
+def test_training_refuses_another_precision_or_length(
+    embedded: Path, override: str, named: str
+) -> None:
+    config = config_with(embedded, override)
+    with pytest.raises(PromptFileError) as caught:
+        read_config_prompts(config, config.prompts.train)
+    assert f"{embedded / 'manifest.json'}: embeddings of another encoder" in str(caught.value)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2", "tokenizer_2"])
+def test_training_refuses_embeddings_of_another_encoder(
+    embedded: Path, tmp_path: Path, part: str
+) -> None:
+    model = copy_flux(tmp_path / "flux")
+    name = "tokenizer.json" if part.startswith("tokenizer") else "model.safetensors"
+    content = bytearray((model / part / name).read_bytes())
+    content[-2] ^= 1
+    (model / part / name).write_bytes(content)
+    config = config_with(embedded, f"model.path={model}")
+    with pytest.raises(PromptFileError, match=rf"another encoder .*{part} is \w+ there"):
+        read_config_prompts(config, config.prompts.train)
+
+
+def test_a_copy_of_the_encoder_elsewhere_is_the_same_encoder(
+    embedded: Path, tmp_path: Path
+) -> None:
+    config = config_with(embedded, f"model.path={copy_flux(tmp_path / 'flux')}")
+    assert read_config_prompts(config, config.prompts.train) == PROMPTS
+
+
+def test_a_shard_that_is_cut_short_or_missing_is_named(folder: Path) -> None:
+    shard = folder / "shard_00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(
+        PromptFileError, match=r"shard_00001\.safetensors: damaged shard: \d+ bytes"
+    ):
+        Embeddings(folder)
+    shard.unlink()
+    with pytest.raises(PromptFileError, match=r"shard_00001\.safetensors: damaged shard: missing"):
+        Embeddings(folder)
+
+
+def test_one_flipped_bit_is_found_where_it_lies(folder: Path) -> None:
+    shard = folder / "shard_00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    embeddings = Embeddings(folder)
+    # The last byte belongs to the shard's last row, prompt 5; the others are whole.
+    embeddings.embeds(PROMPTS[3])
+    with pytest.raises(PromptFileError, match=r"shard_00001\.safetensors, row 2: damaged shard"):
+        embeddings.embeds(PROMPTS[5])
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"format": "g2rpo embeddings 9"}', "[]"])
+def test_a_manifest_that_is_none(folder: Path, content: str) -> None:
+    (folder / "manifest.json").write_text(content)
+    with pytest.raises(PromptFileError, match=r"manifest\.json: not readable as a manifest"):
+        Embeddings(folder)
+
+
+def test_a_damaged_list_of_prompts_is_named(folder: Path) -> None:
+    table = folder / "prompts.parquet"
+    table.write_bytes(table.read_bytes()[:-3])
+    with pytest.raises(PromptFileError, match=r"prompts\.parquet: missing or damaged"):
+        Embeddings(folder)
+
+
+def test_a_killed_command_goes_on(
+    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., object]
+) -> None:
+    real, made = embed_module._shard_rows, []
+
+    def dying(*arguments: object) -> object:
+        for row in real(*arguments):  # type: ignore[arg-type]
+            made.append(row["shard"])
+            yield row
+            if len(made) == 1:
+                raise RunError("killed")
+
+    monkeypatch.setattr(embed_module, "_shard_rows", dying)
+    config, source, out = tiny_config(tmp_path), str(text_file(tmp_path)), tmp_path / "out"
+    with pytest.raises(RunError, match="killed"):
+        run(config, source, out, Selection(), OPTIONS)
+    assert not (out / "manifest.json").exists()
+    other = EmbedOptions(shard_size=2)
+    with pytest.raises(EmbedError, match="was begun with other shard_size"):
+        run(config, source, out, Selection(), other)
+    run(config, source, out, Selection(), OPTIONS)
+    assert sorted(made) == [0, 1, 2]
+    again, whole = (json.loads((f / "manifest.json").read_text()) for f in (out, embedded))
+    assert again["files"] == whole["files"]
+    with pytest.raises(EmbedError, match="holds embeddings already, complete"):
+        run(config, source, out, Selection(), OPTIONS)
+
+
+def test_a_full_disk_is_said_before_anything_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., object]
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(EmbedError, match=r"\d+ kB are needed and 1 kB are free; use --limit"):
+        run(tiny_config(tmp_path), str(text_file(tmp_path)), tmp_path / "o", Selection(), OPTIONS)
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    tmp_path: Path, run: Callable[..., object]
+) -> None:
+    with pytest.raises(EmbedError, match="not empty; name another folder"):
+        run(tiny_config(tmp_path), str(text_file(tmp_path)), tmp_path, Selection(), OPTIONS)

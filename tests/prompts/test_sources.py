@@ -1,0 +1,141 @@
+"""Prompts from every format; what is wrong is named with file, line or row, and key."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from g2rpo_ray.prompts.sources import PromptFileError, read_prompts
+
+TEXTS = ["a cat", "红色圆圈在左边", "قطة على سطح المنزل", "a 🐈‍⬛ on a 🪑"]
+
+
+def jsonl(path: Path, *lines: object) -> Path:
+    written = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(written) + "\n")
+    return path
+
+
+def parquet(path: Path, texts: list[object], key: str = "prompt") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"id": list(range(len(texts))), key: texts}), path)
+    return path
+
+
+def saved_to_disk(folder: Path, parts: list[list[str]]) -> Path:
+    """The layout of ``datasets.Dataset.save_to_disk``: Arrow streams, and state.json."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{len(parts):05d}.arrow" for i in range(len(parts))]
+    for name, texts in zip(names, parts, strict=True):
+        table = pa.table({"prompt": texts})
+        with (
+            pa.OSFile(str(folder / name), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as stream,
+        ):
+            stream.write_table(table)
+    (folder / "dataset_info.json").write_text("{}")
+    state = {"_data_files": [{"filename": name} for name in names]}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def error_of(path: Path, limit: int | None = 2000, key: str = "prompt") -> str:
+    with pytest.raises(PromptFileError) as caught:
+        read_prompts(path, limit, key)
+    return str(caught.value)
+
+
+def test_every_format_gives_the_same_prompts(tmp_path: Path) -> None:
+    hub = tmp_path / "hub" / "data"
+    parquet(hub / "train-00000-of-00002.parquet", list(TEXTS[:1]))
+    parquet(hub / "train-00001-of-00002.parquet", list(TEXTS[1:]))
+    sources = [
+        jsonl(tmp_path / "p.jsonl", *({"id": 1, "prompt": text} for text in TEXTS)),
+        parquet(tmp_path / "p.parquet", list(TEXTS)),
+        saved_to_disk(tmp_path / "saved", [TEXTS[:3], TEXTS[3:]]),
+        hub.parent,
+    ]
+    for source in sources:
+        assert read_prompts(source, 2000) == TEXTS, source
+
+
+def test_the_key_is_a_setting(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"caption": " a cat "}, "", {"caption": "a dog"})
+    assert read_prompts(path, 2000, "caption") == ["a cat", "a dog"]
+    assert read_prompts(parquet(tmp_path / "p.parquet", ["a"], "text"), 9, "text") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ({"caption": "a dog", "id": 3}, "line 2: no key 'prompt'; it has caption, id"),
+        ({"prompt": 7}, "line 2, key 'prompt': expected a text, found 7"),
+        ({"prompt": None}, "line 2, key 'prompt': expected a text, found None"),
+        ({"prompt": "  "}, "line 2, key 'prompt': the prompt is empty"),
+        ({"prompt": "a \0 b"}, "line 2: holds a NUL"),
+        ({"prompt": "x" * 10_000}, "line 2: 10000 characters; allowed are 2000"),
+        ("[1]", "line 2: expected an object"),
+        ('{"prompt": "half', "line 2: not JSON"),
+    ],
+)
+def test_a_bad_line_of_json_is_named(tmp_path: Path, line: object, named: str) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"prompt": "a cat"}, line)
+    message = error_of(path)
+    assert message.startswith(str(path))
+    assert named in message
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("", "row 2, column 'prompt': the prompt is empty"),
+        (None, "row 2, column 'prompt': expected a text, found None"),
+        ("\0", "row 2: holds a NUL"),
+        ("x" * 10_000, "row 2: 10000 characters"),
+    ],
+)
+def test_a_bad_row_of_parquet_is_named(tmp_path: Path, value: object, named: str) -> None:
+    path = parquet(tmp_path / "p.parquet", ["a cat", value])
+    assert f"{path}, {named}" in error_of(path)
+
+
+def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "p.parquet", ["a"], "caption")
+    assert f"{path}: no column 'prompt'; it has id, caption" in error_of(path)
+    folder = saved_to_disk(tmp_path / "saved", [["a"]])
+    assert "no column 'text'; it has prompt" in error_of(folder, key="text")
+
+
+@pytest.mark.parametrize("name", ["p.parquet", "saved/data-00000-of-00001.arrow"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    folder = saved_to_disk(tmp_path / "saved", [["a cat"] * 50])
+    parquet(tmp_path / "p.parquet", ["a cat"] * 50)
+    file = tmp_path / name
+    file.write_bytes(file.read_bytes()[:40])
+    message = error_of(folder if "saved" in name else file)
+    assert str(file) in message
+    assert "damaged" in message
+
+
+def test_splits_must_be_chosen(tmp_path: Path) -> None:
+    saved_to_disk(tmp_path / "both" / "train", [["a cat"]])
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    message = error_of(tmp_path / "both")
+    assert "splits train, test; name one of its folders" in message
+    assert read_prompts(tmp_path / "both" / "train", 2000) == ["a cat"]
+    hub = tmp_path / "hub"
+    parquet(hub / "train-00000-of-00001.parquet", ["a"])
+    parquet(hub / "test-00000-of-00001.parquet", ["b"])
+    assert "files of the splits test, train; name one file" in error_of(hub)
+
+
+def test_a_folder_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"")
+    assert "no state.json (datasets' save_to_disk)" in error_of(tmp_path)
+
+
+def test_any_length_where_a_selection_leaves_long_ones_out(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "p.jsonl", {"prompt": "x" * 10_000})
+    assert len(read_prompts(path, None)[0]) == 10_000
