@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 128 + n on signal n."""
     options = _parse(arguments)
     try:
-        options.run(options)
+        return options.run(options) or EXIT_DONE
     except InputError as error:
         return _report(error, EXIT_BAD_INPUT)
     except RunError as error:
@@ -136,6 +136,18 @@ def _plan(options: argparse.Namespace) -> None:
     print(as_text(plan))
     if options.json:
         options.json.write_text(json.dumps(as_json(plan), indent=1))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from g2rpo_ray.doctor.examine import examine
+    from g2rpo_ray.doctor.report import as_json, as_text, worst
+
+    config = load_config(options.config, options.overrides) if options.config else None
+    findings = examine(config)
+    print(as_text(findings))
+    if options.json:
+        options.json.write_text(json.dumps(as_json(findings), indent=1))
+    return worst(findings)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -252,7 +264,15 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", type=Path, help="write the plan here, too")
     plan.set_defaults(run=_plan)
 
-    for command in (train, sample, export, evaluate, download, embed, plan):
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is wrong with the cluster; exit code 0 OK, 1 WARN, 2 FAIL",
+    )
+    doctor.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="YAML file of a run")
+    doctor.add_argument("--json", type=Path, help="write the findings here, too")
+    doctor.set_defaults(run=_doctor)
+
+    for command in (train, sample, export, evaluate, download, embed, plan, doctor):
         command.add_argument(
             "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
         )

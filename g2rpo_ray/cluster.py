@@ -14,7 +14,7 @@ from ray._private.state import available_resources_per_node
 from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from g2rpo_ray.config import Config
+from g2rpo_ray.config import ClusterSection, Config
 from g2rpo_ray.errors import InputError
 
 # Workers get only these and `cluster.environment`: a whole environment in runtime_env breaks Ray's
@@ -22,8 +22,8 @@ from g2rpo_ray.errors import InputError
 WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "_KEY")
 
-WAIT_LINE_S = 30.0
-"""A line says what is waited for, this often."""
+FIRST_LINE_S, WAIT_LINE_S = 5.0, 30.0
+"""A line says what is waited for after so long, and then this often."""
 POLL_S = 1.0
 HEAD_TRIES, HEAD_TRY_S = 10, 3.0
 """A head that is just starting gets this many tries."""
@@ -228,21 +228,21 @@ def overview(demands: Sequence[Demand], nodes: Sequence[Node]) -> str:
 
 
 @contextmanager
-def ray_cluster(config: Config) -> Iterator[bool]:
+def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
     """Connect to Ray, or start it on this machine; yields whether it is ours alone.
 
     Raises:
         ClusterError: there is no cluster at the address, or it does not let us in.
     """
-    address = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
     _check_head(address)
     # A job's runtime_env may set the same variables; Ray refuses that unless ours may replace them.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     try:
         ray.init(
             address=address,
-            include_dashboard=config.cluster.dashboard if address == "local" else None,
-            runtime_env={"env_vars": worker_environment(config.cluster.environment)},
+            include_dashboard=settings.dashboard if address == "local" else None,
+            runtime_env={"env_vars": worker_environment(settings.environment)},
             job_config=_json_logs(),
             logging_level=logging.WARNING,
             # Every role's output is in its own log file; what matters comes back as an answer.
@@ -386,7 +386,7 @@ def _no_room(demands: Sequence[Demand], timeout_s: float) -> str:
 
 def _ticks(done: Callable[[], bool], timeout_s: float) -> Iterator[float]:
     """Seconds waited, whenever a line is due, until it is done or the time is over."""
-    started_s, due_s = time.monotonic(), 0.0
+    started_s, due_s = time.monotonic(), FIRST_LINE_S
     while not done() and (waited_s := time.monotonic() - started_s) <= timeout_s:
         if waited_s >= due_s:
             due_s = waited_s + WAIT_LINE_S

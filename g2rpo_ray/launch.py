@@ -76,7 +76,7 @@ def _rollout_roles(
     config: Config, demands: list[Demand], note: Callable[[str], None]
 ) -> Iterator[tuple[ActorHandle, RolloutPool, PlacementGroup]]:
     note("starting Ray")
-    with ray_cluster(config) as private:
+    with ray_cluster(config.cluster) as private:
         session = ray.get_runtime_context().get_session_name()
         note(f"logs of all roles: {session}/logs in Ray's temporary folder (/tmp/ray)")
         wait_for_nodes(config, note)

@@ -109,6 +109,7 @@ def test_the_whole_environment_is_no_list(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_waiting_is_said_and_ends_with_a_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "FIRST_LINE_S", 0.0)
     monkeypatch.setattr(cluster, "WAIT_LINE_S", 0.5)
     lines: list[str] = []
     reward = Demand("rewards.clip.min_replicas", 1, {"CPU": 0.5})
@@ -154,7 +155,8 @@ def test_a_label_that_nobody_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_nodes_that_never_come(tmp_path: Path) -> None:
+def test_nodes_that_never_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "FIRST_LINE_S", 0.0)
     lines: list[str] = []
     config = tiny_config(tmp_path, "cluster.min_nodes=2", "cluster.start_timeout_s=1")
     (here,) = living_nodes()
@@ -169,7 +171,7 @@ def test_a_head_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with (
         pytest.raises(ClusterError, match=r"nobody answers at '127.0.0.1:1'.*refused.*ray status"),
-        ray_cluster(tiny_config(tmp_path)),
+        ray_cluster(tiny_config(tmp_path).cluster),
     ):
         pytest.fail("nobody is there")
 
@@ -177,6 +179,6 @@ def test_a_head_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_client_address_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(ClusterError, match=r"Ray Client address.*ray job submit"),
-        ray_cluster(tiny_config(tmp_path, "cluster.address=ray://head:10001")),
+        ray_cluster(tiny_config(tmp_path, "cluster.address=ray://head:10001").cluster),
     ):
         pytest.fail("connected")

@@ -82,10 +82,12 @@ def train(config: Config, *options: str) -> Command:
     return Command(process, folder)
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
+def wait_until(
+    condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S, poll_s: float = 0.1
+) -> None:
     """Poll until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_s:g} s for {what}")
-        time.sleep(0.1)
+        time.sleep(poll_s)

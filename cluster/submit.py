@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Submits a training to a running Ray cluster, follows its log, and ends with its exit code.
+
+    python cluster/submit.py CONFIG RUN_DIR [key.sub=value ...] [--address URL] [--id ID]
+
+The project's code travels with the job; RUN_DIR is a path on the cluster, on shared storage.
+Ctrl-C ends only the following. Exit codes are those of ``g2rpo train``; 2 also where nothing was
+submitted.
+"""
+
+import argparse
+import asyncio
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_HERE = [".git", ".venv", "runs", "docs", "tests", "*.sqlite", "__pycache__"]
+SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "_KEY")
+POLL_S = 1.0
+EXIT_FAILED, EXIT_NOT_SUBMITTED, EXIT_INTERRUPTED = 1, 2, 130
+
+
+def main() -> int:
+    """Submit, follow, and return the exit code."""
+    options = _parse()
+    try:
+        client = JobSubmissionClient(options.address)
+        job = client.submit_job(
+            entrypoint=_entrypoint(options),
+            submission_id=options.id,
+            runtime_env={
+                "working_dir": str(ROOT),
+                "excludes": LEFT_HERE,
+                "env_vars": {name: os.environ[name] for name in options.env},
+            },
+            metadata={"config": str(options.config), "run_dir": str(options.run_dir)},
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        return _refuse(f"not submitted to {options.address}: {error}")
+    print(f"submit.py: job {job} at {options.address}", flush=True)
+    try:
+        asyncio.run(_follow(client, job))
+        return _exit_code(client, job)
+    except KeyboardInterrupt:
+        print(
+            f"submit.py: the job goes on. Follow it: ray job logs -f {job}; stop it with a "
+            f"checkpoint: ray job stop {job}",
+            file=sys.stderr,
+        )
+        return EXIT_INTERRUPTED
+    except (ConnectionError, RuntimeError) as error:
+        print(f"submit.py: lost sight of job {job}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file inside this folder")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="absolute, on shared storage")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
+    parser.add_argument(
+        "--address",
+        default=os.environ.get("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265"),
+        help="Ray's dashboard (RAY_API_SERVER_ADDRESS, or http://127.0.0.1:8265)",
+    )
+    parser.add_argument("--id", default=None, help="submission id (made from the time)")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a variable of this shell that the driver gets, too; may be given repeatedly",
+    )
+    options = parser.parse_args()
+    options.id = options.id or f"{options.run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    _check(options)
+    return options
+
+
+def _check(options: argparse.Namespace) -> None:
+    config = options.config.resolve()
+    if not config.is_file() or not config.is_relative_to(ROOT):
+        sys.exit(_refuse(f"CONFIG {options.config}: no file inside {ROOT}, which travels"))
+    options.config = config.relative_to(ROOT)
+    if not options.run_dir.is_absolute():
+        sys.exit(
+            _refuse(
+                f"RUN_DIR {options.run_dir}: give an absolute path on the cluster's shared "
+                "storage; a relative one would vanish with the job's copy of the code"
+            )
+        )
+    for name in options.env:
+        if any(word in name.upper() for word in SECRET_WORDS):
+            sys.exit(_refuse(f"--env {name} looks like a secret; Ray's dashboard would show it. "
+                             "Set it in the head node's environment instead"))  # fmt: skip
+        if name not in os.environ:
+            sys.exit(_refuse(f"--env {name}: not set in this shell"))
+
+
+def _refuse(reason: str) -> int:
+    print(f"submit.py: {reason}", file=sys.stderr)
+    return EXIT_NOT_SUBMITTED
+
+
+def _entrypoint(options: argparse.Namespace) -> str:
+    command = ["python", "-m", "g2rpo_ray.cli", "train", str(options.config), "--resume", "auto"]
+    return shlex.join([*command, f"run_dir={options.run_dir}", *options.overrides])
+
+
+async def _follow(client: JobSubmissionClient, job: str) -> None:
+    async for lines in client.tail_job_logs(job):
+        print(lines, end="", flush=True)
+
+
+def _exit_code(client: JobSubmissionClient, job: str) -> int:
+    """The driver's own, which ``ray job submit`` turns into 1."""
+    # The log may end a moment before the status is final.
+    while not (info := client.get_job_info(job)).status.is_terminal():
+        time.sleep(POLL_S)
+    print(f"submit.py: job {job} {info.status}", file=sys.stderr)
+    if info.status == JobStatus.SUCCEEDED:
+        return 0
+    print(f"submit.py: {info.message}", file=sys.stderr)
+    return info.driver_exit_code or EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

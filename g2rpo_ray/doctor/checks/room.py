@@ -1,0 +1,29 @@
+"""Whether the cluster has room for the run."""
+
+from collections.abc import Sequence
+
+from g2rpo_ray.cluster import (
+    Node,
+    learner_demand,
+    overview,
+    reward_demands,
+    rollout_demand,
+    shortage,
+)
+from g2rpo_ray.config import Config
+from g2rpo_ray.doctor.report import Finding, fail, ok, warn
+
+
+def check_room(config: Config, nodes: Sequence[Node]) -> list[Finding]:
+    """What ``g2rpo train`` would wait for."""
+    demands = [rollout_demand(config), learner_demand(config), *reward_demands(config)]
+    what = overview(demands, nodes)
+    if len(nodes) < config.cluster.min_nodes:
+        remedy = "see why 'ray start' failed on the others, or lower cluster.min_nodes"
+        return [fail("room", f"cluster.min_nodes is {config.cluster.min_nodes}; {what}", remedy)]
+    if reasons := shortage(demands, nodes):
+        return [fail("room", what, " ".join(reasons))]
+    if reasons := shortage(demands, nodes, "free"):
+        remedy = "others use the cluster: 'ray status' and 'ray list actors' show who; "
+        return [warn("room", what, remedy + " ".join(reasons))]
+    return [ok("room", what)]

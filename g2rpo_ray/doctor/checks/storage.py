@@ -1,0 +1,86 @@
+"""The run folder: writable on every node, the same folder on all of them, with space left."""
+
+import math
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from ray.actor import ActorHandle
+from safetensors import SafetensorError, safe_open
+
+from g2rpo_ray.config import Config, resolve_path
+from g2rpo_ray.doctor.probe import ask
+from g2rpo_ray.doctor.report import Finding, fail, ok, warn
+
+WRITE_MIB = 64
+STATE_BYTES = 12
+"""Of a trained parameter in a checkpoint: fp32 weight and AdamW's two moments."""
+ADAPTER_SHARE = 0.1
+"""Adapters are taken for at most this share of the model's parameters."""
+
+
+def check_storage(config: Config, probes: Mapping[str, ActorHandle]) -> list[Finding]:
+    """Every node writes a file and looks for the others'."""
+    run_dir = Path(config.run_dir).expanduser().absolute()
+    parent = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    folder = parent / f".g2rpo-doctor-{uuid.uuid4().hex[:8]}"
+    remedy = (
+        f"run_dir must lie on storage that every node mounts and may write, as the same user; "
+        f"looked at {parent}"
+    )
+    files = {name: folder / str(number) for number, name in enumerate(probes)}
+    try:
+        written, findings = ask(
+            {n: probe.write.remote(files[n], WRITE_MIB) for n, probe in probes.items()},
+            "storage",
+            remedy,
+        )
+        seen, unseen = ask(
+            {name: probes[name].names.remote(folder) for name in written}, "storage", remedy
+        )
+        findings += unseen
+        for name, names in seen.items():
+            hidden = [other for other in written if files[other].name not in names]
+            if hidden:
+                what = f"{name} does not see what {', '.join(hidden)} wrote"
+                findings.append(fail("storage", what, remedy))
+        here = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        lost = [name for name in written if files[name].name not in here]
+        if lost:
+            what = f"the driver does not see what {', '.join(lost)} wrote"
+            findings.append(fail("storage", what, remedy))
+    finally:
+        ask({name: probe.remove.remote(folder) for name, probe in probes.items()}, "", remedy, 30)
+        shutil.rmtree(folder, ignore_errors=True)
+    if not findings:
+        speeds = [WRITE_MIB / max(seconds, 1e-6) for seconds in written.values()]
+        what = f"{parent}: every node reads and writes it, {min(speeds):.0f} MiB/s at least"
+        findings.append(ok("storage", what))
+    return [*findings, check_space(config, parent)]
+
+
+def check_space(config: Config, folder: Path) -> Finding:
+    """Room for the checkpoints that are kept, and the one being written."""
+    free_gib = shutil.disk_usage(folder).free / 2**30
+    parameters = _parameters(resolve_path(config.model.path) / "transformer")
+    share = 1.0 if config.model.lora is None else ADAPTER_SHARE
+    wanted_gib = (config.checkpoint.keep_last + 1) * parameters * share * STATE_BYTES / 2**30
+    what = f"{folder}: {free_gib:.1f} GiB free, checkpoints want up to {wanted_gib:.1f} GiB"
+    if free_gib < wanted_gib:
+        return fail("space", what, "free some, keep fewer (checkpoint.keep_last), or move run_dir")
+    if free_gib < 2 * wanted_gib:
+        return warn("space", what, "it may not last: metrics, pictures and logs come on top")
+    return ok("space", what)
+
+
+def _parameters(folder: Path) -> int:
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names = list(tensors.keys())
+                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+        except (OSError, SafetensorError):
+            continue  # Broken files are the models' finding.
+    return total

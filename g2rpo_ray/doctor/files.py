@@ -1,0 +1,95 @@
+"""The files that roles load: all there, whole, and the same on every node."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from g2rpo_ray.config import Config, resolve_path
+from g2rpo_ray.models.loading import PARTS, ModelFolderError, check_model_folder
+
+SUMS = "SHA256SUMS"
+"""Written by ``sha256sum``; files named in it are checked in full where it lies in the folder."""
+SAMPLE_BYTES = 1 << 20
+
+
+def model_problems(config: Config) -> list[str]:
+    """What is missing or broken of the model and of the rewards' files."""
+    try:
+        folder = check_model_folder(config.model)
+    except ModelFolderError as error:
+        return [str(error), *_reward_problems(config)]
+    return [*_missing_shards(folder), *_wrong_sums(folder), *_reward_problems(config)]
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Digest of each file's size, beginning and end, by name: what differs is another file."""
+    roots = [resolve_path(config.model.path), *_reward_paths(config).values()]
+    found = {}
+    for root in roots:
+        files = sorted(root.rglob("*")) if root.is_dir() else [root]
+        for file in (file for file in files if file.is_file()):
+            found[str(file.relative_to(root.parent))] = _sampled_digest(file)
+    return found
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    problems = []
+    for part in PARTS:
+        for index in sorted((folder / part).glob("*.safetensors.index.json")):
+            try:
+                shards = set(json.loads(index.read_text())["weight_map"].values())
+            except (OSError, ValueError, KeyError, AttributeError) as error:
+                problems.append(f"{index}: not readable as an index of shards: {error!r}")
+                continue
+            missing = sorted(name for name in shards if not (index.parent / name).is_file())
+            if missing:
+                problems.append(f"{index.parent}: {len(missing)} of {len(shards)} shards are "
+                                f"missing, first {missing[0]}")  # fmt: skip
+    return problems
+
+
+def _wrong_sums(folder: Path) -> list[str]:
+    problems = []
+    for sums in sorted(folder.rglob(SUMS)):
+        for line in sums.read_text().splitlines():
+            expected, _, name = line.partition(" ")
+            file = sums.parent / name.lstrip(" *")
+            if not file.is_file():
+                problems.append(f"{file}: named in {sums}, but missing")
+            elif _full_digest(file) != expected:
+                problems.append(f"{file}: its checksum is not the one in {sums}")
+    return problems
+
+
+def _reward_problems(config: Config) -> list[str]:
+    return [
+        f"rewards.{setting}: {path} is not there"
+        for setting, path in _reward_paths(config).items()
+        if not path.exists()
+    ]
+
+
+def _reward_paths(config: Config) -> dict[str, Path]:
+    # Scorers name their options as they like: a path is what looks like one.
+    paths = {}
+    for name, reward in config.rewards.items():
+        for option, value in reward.options.items():
+            text = str(value).removeprefix("local-dir:") if isinstance(value, str) else ""
+            if text.startswith(("/", "~", "./", "../", "tiny_world:")):
+                paths[f"{name}.options.{option}"] = resolve_path(text)
+    return paths
+
+
+def _sampled_digest(file: Path) -> str:
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(SAMPLE_BYTES))
+        stream.seek(max(0, size - SAMPLE_BYTES))
+        digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _full_digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,169 @@
+"""NodeProbe: an actor on each node that tells what the node is like."""
+
+import hashlib
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import torch
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import g2rpo_ray
+from g2rpo_ray.cluster import Node
+from g2rpo_ray.config import Config
+from g2rpo_ray.doctor.files import digests, model_problems
+from g2rpo_ray.doctor.report import Finding, fail
+from g2rpo_ray.run import versions
+
+ANSWER_TIMEOUT_S = 120.0
+"""A node that does not answer within this time is a finding. Starting an actor imports torch."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    driver: str
+    total_mib: int
+    used_mib: int
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a node says about itself."""
+
+    versions: dict[str, str]
+    """Python, packages, and the CUDA that torch was built for."""
+    source: str
+    """Digest of this package's own source files."""
+    gpus: list[Gpu] | None
+    """None where there is no nvidia-smi."""
+    memory_gib: float
+    memory_free_gib: float
+    shm_gib: float
+    object_store_gib: float
+    open_files: int
+
+
+class NodeProbe:
+    """Runs on one node; every method ends soon."""
+
+    def facts(self) -> NodeFacts:
+        memory = psutil.virtual_memory()
+        return NodeFacts(
+            versions=versions() | {"cuda": torch.version.cuda or "none"},
+            source=_source_digest(),
+            gpus=_gpus(),
+            memory_gib=memory.total / 2**30,
+            memory_free_gib=memory.available / 2**30,
+            shm_gib=shutil.disk_usage("/dev/shm").total / 2**30,
+            object_store_gib=_object_store_gib(),
+            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        )
+
+    def now(self) -> float:
+        """This node's clock, in seconds."""
+        return time.time()
+
+    def write(self, file: Path, size_mib: int) -> float:
+        """Write zeros to the disk, and seconds that it took."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        started_s = time.perf_counter()
+        with file.open("wb") as stream:
+            for _ in range(size_mib):
+                stream.write(bytes(2**20))
+            os.fsync(stream.fileno())
+        return time.perf_counter() - started_s
+
+    def names(self, folder: Path) -> list[str]:
+        """Files of a folder, as this node sees them."""
+        # Listing makes a network file system ask its server again.
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    def remove(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def model_problems(self, config: Config) -> list[str]:
+        """What is wrong with the files that roles on this node would load."""
+        return model_problems(config)
+
+    def model_digests(self, config: Config) -> dict[str, str]:
+        """A digest of each of them."""
+        return digests(config)
+
+
+def start_probes(nodes: Sequence[Node]) -> dict[str, ActorHandle]:
+    """One probe a node, by the node's name."""
+    probe = ray.remote(NodeProbe)
+    return {
+        name_of(node): probe.options(
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+        ).remote()
+        for node in nodes
+    }
+
+
+def name_of(node: Node) -> str:
+    """Short and unique, also where several nodes share a host."""
+    return f"{node.address} ({node.node_id[:4]})"
+
+
+def ask(
+    refs: dict[str, ray.ObjectRef], check: str, remedy: str, timeout_s: float = ANSWER_TIMEOUT_S
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Answers by node, and a finding for each node that gave none."""
+    done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
+    answers, findings = {}, []
+    for name, ref in refs.items():
+        if ref not in done:
+            findings.append(fail(check, f"{name}: no answer within {timeout_s:g} s", remedy))
+            continue
+        try:
+            answers[name] = ray.get(ref)
+        except ray.exceptions.RayTaskError as error:
+            findings.append(fail(check, f"{name}: {error.cause}", remedy))
+        except ray.exceptions.RayError as error:
+            cause = str(error).strip().splitlines()[-1]
+            findings.append(fail(check, f"{name}: {cause}", remedy))
+    return answers, findings
+
+
+def _source_digest() -> str:
+    folder = Path(g2rpo_ray.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _gpus() -> list[Gpu] | None:
+    query = "--query-gpu=name,driver_version,memory.total,memory.used"
+    try:
+        lines = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        ).stdout.splitlines()
+    except FileNotFoundError:
+        return None
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"nvidia-smi fails: {error.stdout}{error.stderr}".strip()) from error
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    return [Gpu(name, driver, int(total), int(used)) for name, driver, total, used in rows]
+
+
+def _object_store_gib() -> float:
+    here = ray.get_runtime_context().get_node_id()
+    (node,) = [node for node in ray.nodes() if node["NodeID"] == here]
+    return node["Resources"].get("object_store_memory", 0.0) / 2**30

@@ -1,0 +1,195 @@
+"""What each check says of facts that are good or bad, without a cluster."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from g2rpo_ray.cluster import Node
+from g2rpo_ray.doctor.checks.clock import judge_clock
+from g2rpo_ray.doctor.checks.hardware import check_hardware
+from g2rpo_ray.doctor.checks.limits import check_limits
+from g2rpo_ray.doctor.checks.models import judge_digests
+from g2rpo_ray.doctor.checks.room import check_room
+from g2rpo_ray.doctor.checks.secrets import check_secrets
+from g2rpo_ray.doctor.checks.storage import check_space
+from g2rpo_ray.doctor.checks.versions import check_versions
+from g2rpo_ray.doctor.files import digests, model_problems
+from g2rpo_ray.doctor.probe import Gpu, NodeFacts
+from g2rpo_ray.doctor.report import Finding, Level, as_json, as_text, fail, ok, warn, worst
+from tests.tiny import copy_flux, tiny_config
+
+H100 = Gpu("NVIDIA H100", "580.1", 81559, 4)
+FACTS = NodeFacts(
+    versions={"python": "3.12.1", "torch": "2.11", "cuda": "12.9", "g2rpo-ray": "0.1"},
+    source="aaaa",
+    gpus=[H100, H100],
+    memory_gib=100.0,
+    memory_free_gib=80.0,
+    shm_gib=60.0,
+    object_store_gib=30.0,
+    open_files=65536,
+)
+
+
+def node(gpus: float = 2.0, free: float = 2.0) -> Node:
+    return Node("id", "10.0.0.1", {}, {"CPU": 8.0, "GPU": gpus}, {"CPU": 8.0, "GPU": free})
+
+
+def bad(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.level > Level.OK]
+
+
+def test_good_facts_give_no_complaint() -> None:
+    facts = {"a": FACTS, "b": FACTS}
+    nodes = {"a": node(), "b": node()}
+    assert bad([*check_versions(facts), *check_hardware(nodes, facts), *check_limits(facts)]) == []
+    assert bad(judge_clock({"a": (0.001, 0.0), "b": (0.3, 0.9)})) == []
+
+
+def test_versions_and_source_that_differ() -> None:
+    other = replace(FACTS, versions=FACTS.versions | {"torch": "2.14"})
+    edited = replace(FACTS, source="bbbb")
+    first, second = bad(check_versions({"a": FACTS, "b": other, "c": edited}))
+    assert (first.level, first.what) == (Level.FAIL, "b differs from a: torch 2.14 (not 2.11)")
+    assert "c has other source files" in second.what
+
+
+@pytest.mark.parametrize(
+    ("rays", "facts", "level", "what"),
+    [
+        (8.0, FACTS, Level.FAIL, "Ray counts 8 GPUs and nvidia-smi shows 2"),
+        (1.0, replace(FACTS, gpus=None), Level.FAIL, "Ray counts 1 GPUs and nvidia-smi shows 0"),
+        (2.0, replace(FACTS, gpus=[H100, replace(H100, used_mib=40960)]), Level.WARN,
+         "in use on cards that are free to Ray (1: 40.0 GiB)"),
+        (2.0, replace(FACTS, memory_free_gib=5.0), Level.WARN, "5.0 of 100.0 GiB free"),
+    ],
+)  # fmt: skip
+def test_hardware_that_is_odd(rays: float, facts: NodeFacts, level: Level, what: str) -> None:
+    (finding,) = bad(check_hardware({"a": node(rays, rays)}, {"a": facts}))
+    assert finding.level == level
+    assert what in finding.what
+
+
+def test_memory_of_a_card_that_a_run_uses_is_no_complaint() -> None:
+    used = replace(FACTS, gpus=[H100, replace(H100, used_mib=40960)])
+    assert bad(check_hardware({"a": node(2.0, free=1.0)}, {"a": used})) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "check"),
+    [
+        (replace(FACTS, object_store_gib=0.1), "object store"),
+        (replace(FACTS, shm_gib=0.06), "shared memory"),
+        (replace(FACTS, open_files=1024), "open files"),
+    ],
+)
+def test_limits_that_are_low(facts: NodeFacts, check: str) -> None:
+    (finding,) = bad(check_limits({"a": facts}))
+    assert (finding.check, finding.level) == (check, Level.WARN)
+
+
+def test_unlimited_open_files_are_enough() -> None:
+    assert bad(check_limits({"a": replace(FACTS, open_files=-1)})) == []
+
+
+def test_clocks() -> None:
+    findings = bad(judge_clock({"a": (0.001, 0.0), "b": (0.001, -2.5), "c": (0.001, 400.0)}))
+    assert [(finding.level, finding.what) for finding in findings] == [
+        (Level.WARN, "b: its clock is -2.50 s off"),
+        (Level.FAIL, "c: its clock is +400.00 s off"),
+    ]
+
+
+def test_room(tmp_path: Path) -> None:
+    free = node()
+    assert bad(check_room(tiny_config(tmp_path), [free])) == []
+    (finding,) = bad(check_room(tiny_config(tmp_path, "learner.gpus_per_rank=2"), [free]))
+    assert finding.level == Level.FAIL
+    assert "learner.ranks=2 asks for 4" in finding.remedy
+    (finding,) = bad(check_room(tiny_config(tmp_path, "learner.gpus_per_rank=1"), [node(free=1.0)]))
+    assert finding.level == Level.WARN
+    (finding,) = bad(check_room(tiny_config(tmp_path, "cluster.min_nodes=2"), [free]))
+    assert "cluster.min_nodes is 2" in finding.what
+
+
+def test_a_missing_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tiny_config(tmp_path, "tracking.wandb_project=mine")
+    assert any("no WANDB_API_KEY" in finding.what for finding in bad(check_secrets(config)))
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password hush")
+    findings = check_secrets(config)
+    assert not any("no WANDB_API_KEY" in finding.what for finding in findings)
+    assert "hush" not in as_text(findings)
+
+
+def test_space_for_checkpoints(tmp_path: Path) -> None:
+    # 1.86 M parameters of the tiny model, 12 bytes each.
+    few = check_space(tiny_config(tmp_path), tmp_path)
+    assert few.level == Level.OK
+    many = check_space(tiny_config(tmp_path, "checkpoint.keep_last=1000000000"), tmp_path)
+    assert many.level == Level.FAIL
+    assert "checkpoints want up to 20827531.8 GiB" in many.what
+
+
+def test_model_files(tmp_path: Path) -> None:
+    flux = copy_flux(tmp_path / "flux")
+    config = tiny_config(tmp_path, f"model.path={flux}")
+    assert model_problems(config) == []
+    whole = digests(config)
+
+    weights = flux / "transformer" / "diffusion_pytorch_model.safetensors"
+    index = weights.with_name("diffusion_pytorch_model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": {"x": weights.name, "y": "part-2.safetensors"}}))
+    assert model_problems(config) == [
+        f"{index.parent}: 1 of 2 shards are missing, first part-2.safetensors"
+    ]
+    index.write_text("{}")
+    assert "not readable as an index of shards" in model_problems(config)[0]
+    index.unlink()
+
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    (weights.parent / "SHA256SUMS").write_text(f"{digest}  {weights.name}\n")
+    assert model_problems(config) == []
+    tensors = load_file(weights)
+    first = next(iter(tensors))
+    tensors[first] = tensors[first] + 1
+    save_file(tensors, weights)
+    assert model_problems(config) == [
+        f"{weights}: its checksum is not the one in {weights.parent}/SHA256SUMS"
+    ]
+    (finding,) = judge_digests({"a": whole, "b": digests(config)})
+    assert finding.what.startswith(
+        "b has other files than a: flux/transformer/SHA256SUMS, "
+    )
+
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert any("cut short" in problem for problem in model_problems(config))
+
+
+def test_a_rewards_file_that_is_missing(tmp_path: Path) -> None:
+    scorer = "{kind: clip, options: {architecture: 'local-dir:/no/clip'}}"
+    config = tiny_config(tmp_path, f"rewards={{clip: {scorer}}}")
+    assert model_problems(config) == ["rewards.clip.options.architecture: /no/clip is not there"]
+
+
+def test_the_report_counts_and_its_worst_is_the_exit_code() -> None:
+    findings = [ok("a", "fine"), warn("long name", "slow", "hurry"), fail("c", "broken", "mend")]
+    assert as_text(findings).splitlines() == [
+        "OK    a          fine",
+        "WARN  long name  slow",
+        "                 -> hurry",
+        "FAIL  c          broken",
+        "                 -> mend",
+        "1 OK, 1 WARN, 1 FAIL",
+    ]
+    assert [int(worst(findings[:n])) for n in (1, 2, 3)] == [0, 1, 2]
+    assert as_json(findings)["findings"][1] == {
+        "check": "long name", "level": "WARN", "what": "slow", "remedy": "hurry",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="needs a remedy"):
+        fail("c", "broken", "")
