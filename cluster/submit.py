@@ -10,16 +10,18 @@ submitted.
 
 import argparse
 import asyncio
+import logging
 import os
 import shlex
 import sys
 import time
 from pathlib import Path
 
+from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_HERE = [".git", ".venv", "runs", "docs", "tests", "*.sqlite", "__pycache__"]
+LEFT_HERE = [".git", ".venv", ".*_cache", "__pycache__", "runs", "docs", "tests"]
 SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "_KEY")
 POLL_S = 1.0
 EXIT_FAILED, EXIT_NOT_SUBMITTED, EXIT_INTERRUPTED = 1, 2, 130
@@ -28,6 +30,7 @@ EXIT_FAILED, EXIT_NOT_SUBMITTED, EXIT_INTERRUPTED = 1, 2, 130
 def main() -> int:
     """Submit, follow, and return the exit code."""
     options = _parse()
+    logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         client = JobSubmissionClient(options.address)
         job = client.submit_job(
@@ -40,8 +43,8 @@ def main() -> int:
             },
             metadata={"config": str(options.config), "run_dir": str(options.run_dir)},
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        return _refuse(f"not submitted to {options.address}: {error}")
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        return _refuse(f"not submitted to {options.address}: {_cause(error)}")
     print(f"submit.py: job {job} at {options.address}", flush=True)
     try:
         asyncio.run(_follow(client, job))
@@ -53,7 +56,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return EXIT_INTERRUPTED
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, RayError) as error:
         print(f"submit.py: lost sight of job {job}: {error}", file=sys.stderr)
         return EXIT_FAILED
 
@@ -109,6 +112,12 @@ def _refuse(reason: str) -> int:
     return EXIT_NOT_SUBMITTED
 
 
+def _cause(error: Exception) -> str:
+    """The head answers with the traceback of its own error; its last line is what helps."""
+    lines = [line for line in str(error).splitlines() if len(line) > 1]
+    return lines[-1] if "Traceback" in str(error) else " ".join(lines)
+
+
 def _entrypoint(options: argparse.Namespace) -> str:
     command = ["python", "-m", "g2rpo_ray.cli", "train", str(options.config), "--resume", "auto"]
     return shlex.join([*command, f"run_dir={options.run_dir}", *options.overrides])
@@ -127,7 +136,8 @@ def _exit_code(client: JobSubmissionClient, job: str) -> int:
     print(f"submit.py: job {job} {info.status}", file=sys.stderr)
     if info.status == JobStatus.SUCCEEDED:
         return 0
-    print(f"submit.py: {info.message}", file=sys.stderr)
+    # The message repeats the log's end, which was just shown.
+    print(f"submit.py: {(info.message or '').partition(', last available')[0]}", file=sys.stderr)
     return info.driver_exit_code or EXIT_FAILED
 
 

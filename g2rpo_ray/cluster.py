@@ -319,17 +319,16 @@ def wait_for_nodes(config: Config, note: Note) -> None:
     """
     wanted, timeout_s = config.cluster.min_nodes, config.cluster.start_timeout_s
 
-    def alive() -> str | None:
-        nodes = living_nodes()
-        return None if len(nodes) >= wanted else ", ".join(node.address for node in nodes)
+    def addresses() -> str:
+        return ", ".join(node.address for node in living_nodes())
 
-    for waited_s in _ticks(lambda: alive() is None, timeout_s):
-        note(f"waiting for nodes, {waited_s:.0f} of {timeout_s:g} s: there are {alive()}")
-    addresses = alive()
-    if addresses is not None:
+    def line(waited_s: float) -> None:
+        note(f"waiting for nodes, {waited_s:.0f} of {timeout_s:g} s: there are {addresses()}")
+
+    if not _until(lambda: len(living_nodes()) >= wanted, timeout_s, line):
         raise ClusterError(
             f"the cluster has not {wanted} nodes (cluster.min_nodes) after {timeout_s:g} s "
-            f"(cluster.start_timeout_s), only {addresses}. See why 'ray start' failed on the "
+            f"(cluster.start_timeout_s), only {addresses()}. See why 'ray start' failed on the "
             "others, or ask for fewer"
         )
 
@@ -353,15 +352,17 @@ def placed(
         bundle_label_selector=[demand.label_selector for demand in processes],
     )
     everything = [*demands, *others]
+
+    def line(waited_s: float) -> None:
+        nodes = living_nodes()
+        reasons = shortage(everything, nodes) or ["others use it"]
+        note(
+            f"waiting for room, {waited_s:.0f} of {timeout_s:g} s: "
+            f"{overview(everything, nodes)}; {' '.join(reasons)}"
+        )
+
     try:
-        for waited_s in _ticks(lambda: group.wait(POLL_S / 2), timeout_s):
-            nodes = living_nodes()
-            reasons = shortage(everything, nodes) or ["others use it"]
-            note(
-                f"waiting for room, {waited_s:.0f} of {timeout_s:g} s: "
-                f"{overview(everything, nodes)}; {' '.join(reasons)}"
-            )
-        if not group.wait(POLL_S / 2):
+        if not _until(lambda: group.wait(POLL_S), timeout_s, line):
             raise ClusterError(_no_room(everything, timeout_s))
         yield group
     finally:
@@ -384,11 +385,16 @@ def _no_room(demands: Sequence[Demand], timeout_s: float) -> str:
     )
 
 
-def _ticks(done: Callable[[], bool], timeout_s: float) -> Iterator[float]:
-    """Seconds waited, whenever a line is due, until it is done or the time is over."""
+def _until(done: Callable[[], bool], timeout_s: float, line: Callable[[float], None]) -> bool:
+    """Poll until it is done or the time is over; call ``line`` with the seconds waited when due."""
     started_s, due_s = time.monotonic(), FIRST_LINE_S
-    while not done() and (waited_s := time.monotonic() - started_s) <= timeout_s:
+    # Asked once a turn: on a busy machine even what is done may answer too late, and look undone.
+    while not done():
+        waited_s = time.monotonic() - started_s
+        if waited_s > timeout_s:
+            return False
         if waited_s >= due_s:
             due_s = waited_s + WAIT_LINE_S
-            yield waited_s
-        time.sleep(POLL_S / 2)
+            line(waited_s)
+        time.sleep(POLL_S / 4)
+    return True

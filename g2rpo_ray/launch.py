@@ -77,8 +77,7 @@ def _rollout_roles(
 ) -> Iterator[tuple[ActorHandle, RolloutPool, PlacementGroup]]:
     note("starting Ray")
     with ray_cluster(config.cluster) as private:
-        session = ray.get_runtime_context().get_session_name()
-        note(f"logs of all roles: {session}/logs in Ray's temporary folder (/tmp/ray)")
+        note(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
         wait_for_nodes(config, note)
         others = [*reward_demands(config), *encoder_demand(config)]
         nodes = living_nodes()

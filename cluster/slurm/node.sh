@@ -37,7 +37,7 @@ options=(--block --disable-usage-stats --temp-dir="$temp" --num-cpus="$SLURM_CPU
 # shellcheck disable=SC2206  # several options in one variable
 options+=(${G2RPO_RAY_OPTIONS:-})
 ray() { "$G2RPO_PYTHON" -m ray.scripts.scripts start "${options[@]}" "$@" > "$logs/ray_start.log" 2>&1 & child=$!; }
-trap '[[ -z ${child:-} ]] || kill -TERM "$child"' TERM USR1
+trap 'ending=1; [[ -z ${child:-} ]] || kill -TERM "$child"' URG TERM
 if [[ $role == head ]]; then
   ray --head --node-ip-address="$2" --port="$3" --dashboard-port=$(($3 + 1)) \
     --ray-client-server-port=$(($3 + 2))
@@ -46,7 +46,8 @@ else
 fi
 while wait "$child"; code=$?; kill -0 "$child" 2>/dev/null; do :; done
 wait "$child"; code=$?
-[[ $code == 0 || $code == 143 ]] ||
+[[ -z ${ending:-} ]] || code=0 # as asked
+[[ $code == 0 ]] ||
   echo "node.sh: Ray on $SLURMD_NODENAME ended with $code: $(tail -n 5 "$logs/ray_start.log")" >&2
 cp -r "$temp"/session_2*/logs/. "$logs/" && rm -rf "$temp"
 exit "$code"

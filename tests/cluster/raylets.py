@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -104,6 +105,7 @@ def raylets(head_options: tuple[str, ...] = ()) -> Iterator[Raylets]:
     finally:
         for process in reversed(cluster.processes):
             end_tree(process)
+        shutil.rmtree(folder)
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:

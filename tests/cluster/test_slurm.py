@@ -115,8 +115,9 @@ def test_time_limit_requeue_and_resume_end_as_if_nothing_had_been(
 
 def test_a_failing_driver_is_a_failing_job(slurm: Slurm) -> None:
     job = slurm.submit(
-        "train.sbatch", "/no/settings.yaml", str(slurm.folder / "failing"), options=("--time=5",)
-    )
+        "train.sbatch", "/no/settings.yaml", str(slurm.folder / "failing"),
+        options=("--time=5", "--signal=B:USR1@60"),
+    )  # fmt: skip
     ended, log = slurm.wait(job), slurm.log(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), log
     assert "/no/settings.yaml: no such configuration file" in log

@@ -163,9 +163,7 @@ def test_model_files(tmp_path: Path) -> None:
         f"{weights}: its checksum is not the one in {weights.parent}/SHA256SUMS"
     ]
     (finding,) = judge_digests({"a": whole, "b": digests(config)})
-    assert finding.what.startswith(
-        "b has other files than a: flux/transformer/SHA256SUMS, "
-    )
+    assert finding.what.startswith("b has other files than a: flux/transformer/SHA256SUMS, ")
 
     weights.write_bytes(weights.read_bytes()[:-8])
     assert any("cut short" in problem for problem in model_problems(config))

@@ -41,4 +41,4 @@ def judge_clock(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
             remedy = "tokens, logs and metrics go by the clock: start chrony or ntpd on that node"
             findings.append(judge("clock", what, remedy))
     largest = max(abs(ahead_s) for _, ahead_s in offsets.values())
-    return findings or [ok("clock", f"all nodes within {largest * 1000:.0f} ms of this machine")]
+    return findings or [ok("clock", f"all nodes within {largest * 1000:.1f} ms of this machine")]
