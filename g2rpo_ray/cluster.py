@@ -270,7 +270,7 @@ def _check_head(address: str) -> None:
     if address.startswith("ray://"):
         raise ClusterError(
             f"{address!r} is a Ray Client address; the driver must run on the cluster: use 'ray "
-            "job submit' (cluster/submit.sh), or the head's own address host:port"
+            "job submit' (cluster/submit.py), or the head's own address host:port"
         )
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
