@@ -102,7 +102,7 @@ def _encode(
     total, done, started_s = sum(map(len, shards.values())), 0, None
     with (
         StopSignal("finished shards stay; the same command goes on from there") as stop,
-        ray_cluster(config),
+        ray_cluster(config.cluster),
         (folder / FINISHED).open("a", encoding="utf-8") as log,
     ):
         for row in _shard_rows(config, folder, shards, options):
