@@ -15,12 +15,14 @@ from g2rpo_ray.stop import StopRequested
 
 T = TypeVar("T")
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
-SIGNAL_BASE = 128
-"""Exit code after a signal is this plus its number, as shells do: 130 Ctrl-C, 143 SIGTERM."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C, as shells say it: 128 and the signal's number."""
+EXIT_REQUEUE = 85
+"""SIGTERM or SIGUSR1 (preemption, a time limit): a checkpoint is written, start it again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 1 failed, 2 bad input, 128 + n on signal n."""
+    """Run a command; its exit code: 0 done, 1 failed, 2 bad input, 130 or 85 after a signal."""
     options = _parse(arguments)
     try:
         return options.run(options) or EXIT_DONE
@@ -29,10 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         return _report(error, EXIT_FAILED)
     except StopRequested as request:
-        return SIGNAL_BASE + request.signal_number
+        return EXIT_INTERRUPTED if request.signal_number == signal.SIGINT else EXIT_REQUEUE
     except KeyboardInterrupt:
         print("g2rpo: stopped at once", file=sys.stderr)
-        return SIGNAL_BASE + signal.SIGINT
+        return EXIT_INTERRUPTED
     return EXIT_DONE
 
 

@@ -336,8 +336,8 @@ def wait_for_nodes(config: Config, note: Note) -> None:
 @contextmanager
 def placed(
     demands: Sequence[Demand], others: Sequence[Demand], timeout_s: float, note: Note
-) -> Iterator[PlacementGroup]:
-    """Room for the demands in one placement group, a bundle a process, in their order.
+) -> Iterator[PlacementGroup | None]:
+    """Room for the demands in one placement group, a bundle a process; None without demands.
 
     Args:
         others: what else the run asks for; it counts in the diagnosis only.
@@ -346,6 +346,9 @@ def placed(
         ClusterError: no room within the time; says why.
     """
     processes = [demand for demand in demands for _ in range(demand.count)]
+    if not processes:
+        yield None
+        return
     group = placement_group(
         [demand.per_process for demand in processes],
         strategy="PACK",

@@ -1,23 +1,27 @@
 """The loop of a run: generate, learn, sync, record. It alone knows every room."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.launch import Roles, launch
-from g2rpo_ray.learner.checkpoint import checkpoint_folder
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder
+from g2rpo_ray.learner.group import GroupsLostError, LearnerUpdate
 from g2rpo_ray.logs import log_as, log_file
 from g2rpo_ray.models.loading import check_model_folder
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import PromptOrder, evenly, read_config_prompts
 from g2rpo_ray.rollout.strategies import make_strategy
+from g2rpo_ray.rollout.worker import RolloutSummary
 from g2rpo_ray.run import (
+    SNAPSHOTS,
     Run,
     changed_settings,
     heldout_before_after,
@@ -26,6 +30,7 @@ from g2rpo_ray.run import (
     versions,
 )
 from g2rpo_ray.stop import StopRequested, StopSignal
+from g2rpo_ray.tracking.activity import Activity
 from g2rpo_ray.tracking.collect import (
     flop_metrics,
     heldout_metrics,
@@ -46,6 +51,9 @@ def train(config: Config, resume: str = "none") -> None:
     Raises:
         StopRequested: a signal ended the run early, after its checkpoint was written.
     """
+    # Imported here because it derives from the loop below.
+    from g2rpo_ray.one_step_off import OneStepOffLoop
+
     check_model_folder(config.model)
     train_prompts = read_config_prompts(config, config.prompts.train)
     heldout_prompts = evenly(
@@ -77,8 +85,24 @@ def train(config: Config, resume: str = "none") -> None:
         ) as log,
         progress,
     ):
-        loop = TrainingLoop(config, run, roles, log, progress, stop, memory)
-        loop.run(train_prompts, heldout_prompts)
+        kind = TrainingLoop if config.pipeline == "sync" else OneStepOffLoop
+        loop = kind(config, run, roles, log, progress, stop, memory, train_prompts)
+        loop.run(heldout_prompts)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One iteration's groups, and the small part of them that the driver looks at."""
+
+    iteration: int
+    summaries: list[RolloutSummary]
+    groups: list[ray.ObjectRef]
+    generate_s: float
+
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that drew a group."""
+        return min(summary.weight_version for summary in self.summaries)
 
 
 class TrainingLoop:
@@ -93,17 +117,21 @@ class TrainingLoop:
         progress: Progress,
         stop: StopSignal,
         memory: PeakMemory,
+        train_prompts: list[str],
     ) -> None:
         self.config, self.run_folder, self.state = config, run.folder, run.info
         self.roles, self.log, self.progress = roles, log, progress
         self.stop, self.memory = stop, memory
+        self.train_prompts = train_prompts
+        self.order = PromptOrder(
+            len(train_prompts), config.seed, config.sampling.prompts_per_iteration
+        )
         self.seconds: dict[str, float] = {}
         self.evaluation_tflop = policy_size(config).evaluation.tflop
+        self.activity = Activity(roles.pool, roles.learner)
 
-    def run(self, train_prompts: list[str], heldout_prompts: list[tuple[int, str]]) -> None:
+    def run(self, heldout_prompts: list[tuple[int, str]]) -> None:
         """Train to the end; on a signal, save and re-raise."""
-        sampling = self.config.sampling
-        order = PromptOrder(len(train_prompts), self.config.seed, sampling.prompts_per_iteration)
         saved = start = self.state.iteration
         self.log.live(
             {
@@ -117,60 +145,89 @@ class TrainingLoop:
             if start == 0:
                 self.evaluate(heldout_prompts)
             else:
-                self.sync(self.state.weight_version)
+                self.sync()
             while not self.is_last():
                 # Recorded before it is saved: a resumed run never lacks the line of its checkpoint.
-                self.record(self.train_iteration(order, train_prompts))
+                self.record(self.train_iteration())
                 if self.is_due(self.config.evaluation.every):
                     self.evaluate(heldout_prompts)
                 if self.is_due(self.config.checkpoint.every) or self.is_last():
                     self.save()
                     saved = self.state.iteration
+                elif self.is_due(self.config.checkpoint.snapshot_every):
+                    self.snapshot()
         except StopRequested as request:
             if saved < self.state.iteration:
                 self.save()
             self.progress.note(
                 f"stopped by {request} after iteration {self.state.iteration} of "
-                f"{self.config.iterations}; --resume auto continues from there"
+                f"{self.config.iterations}; its state was on the disk "
+                f"{time.monotonic() - request.received_s:.1f} s after the signal; --resume auto "
+                "continues from there"
             )
             write_report(self.run_folder)
             raise
         self.finish(heldout_prompts)
 
-    def train_iteration(self, order: PromptOrder, train_prompts: list[str]) -> dict[str, float]:
+    def train_iteration(self) -> dict[str, float]:
         """The algorithm: rollout groups, integrated advantages, clipped updates, new weights."""
-        iteration = self.state.iteration
         started_s = time.perf_counter()
-        prompts = self.encode([(i, train_prompts[i]) for i in order.batch(iteration)])
+        drawn = self.draw(self.state.iteration)
+        with self.stop.held():
+            update = self.learn(drawn)
+            report = self.sync()
+            return self.advance(drawn, update, report, started_s)
+
+    def draw(self, iteration: int) -> Drawn:
+        """One group for each prompt of an iteration, with the weights that the workers have."""
+        started_s = time.perf_counter()
         with self.phase("generate"):
-            summaries, groups = self.roles.pool.generate(prompts, iteration, self.on_wait)
+            batch = [(number, self.train_prompts[number]) for number in self.order.batch(iteration)]
+            summaries, groups = self.roles.pool.generate(
+                self.encode(batch), iteration, self.on_wait
+            )
         for failure in (failure for summary in summaries for failure in summary.failures):
             self.progress.note(f"dropped a group: {failure}")
         for warning in (warning for summary in summaries for warning in summary.warnings):
             self.progress.note(f"warning: {warning}")
-        with self.phase("learn"):
-            update = self.roles.learner.update(groups)
-        report = self.sync(self.state.weight_version + 1)
-        self.state = replace(
-            self.state,
-            iteration=iteration + 1,
-            weight_version=report.version,
-            updates=self.state.updates + len(update.grad_norms),
-            evaluations=self.state.evaluations + sum(s.evaluations for s in summaries),
-            train_s=self.state.train_s + time.perf_counter() - started_s,
-        )
-        self.log.observe("rollout/prompt_s", [sum(s.seconds.values()) for s in summaries])
-        return (
-            rollout_metrics(summaries, self.seconds["generate"])
-            | flop_metrics(summaries, self.evaluation_tflop)
-            | update_metrics(update)
-            | sync_metrics(report)
-        )
+        return Drawn(iteration, summaries, groups, time.perf_counter() - started_s)
 
-    def sync(self, version: int) -> SyncReport:
+    def learn(self, drawn: Drawn) -> LearnerUpdate:
+        """Train on an iteration's groups; those that are lost with a node are drawn again."""
+        while True:
+            try:
+                with self.phase("learn"):
+                    return self.roles.learner.update(drawn.groups)
+            except GroupsLostError as lost:
+                self.progress.note(f"{lost}; drawing iteration {drawn.iteration} again")
+                drawn = self.draw(drawn.iteration)
+
+    def sync(self) -> SyncReport:
         """Bring the learner's weights to every rollout worker, verified."""
         with self.phase("sync"):
-            return self.roles.weight_sync.sync(self.roles.learner, self.roles.pool.workers, version)
+            return self.roles.sync()
+
+    def advance(
+        self, drawn: Drawn, update: LearnerUpdate, report: SyncReport | None, started_s: float
+    ) -> dict[str, float]:
+        """The state after an iteration, and its numbers; no report where the run is stopping."""
+        staleness = self.state.weight_version - drawn.oldest_version
+        self.state = replace(
+            self.state,
+            iteration=drawn.iteration + 1,
+            weight_version=self.roles.learner.version,
+            updates=self.state.updates + len(update.grad_norms),
+            evaluations=self.state.evaluations + sum(s.evaluations for s in drawn.summaries),
+            train_s=self.state.train_s + time.perf_counter() - started_s,
+        )
+        self.log.observe("rollout/prompt_s", [sum(s.seconds.values()) for s in drawn.summaries])
+        return (
+            rollout_metrics(drawn.summaries, drawn.generate_s)
+            | flop_metrics(drawn.summaries, self.evaluation_tflop)
+            | {"rollout/staleness": staleness}
+            | update_metrics(update)
+            | (sync_metrics(report) if report else {})
+        )
 
     def evaluate(self, heldout_prompts: list[tuple[int, str]]) -> None:
         """Draw and score the held-out prompts with the weights of now."""
@@ -187,7 +244,7 @@ class TrainingLoop:
     def record(self, values: dict[str, float]) -> None:
         """Write one iteration's line; an evaluation or checkpoint counts to the line after it."""
         times = {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
-        values |= times | {"time/iteration_s": sum(times.values())}
+        values |= times | {"time/iteration_s": sum(times.values())} | self.activity.lap()
         values["memory/pss_gib"] = self.memory.pss_gib
         self.seconds = {}
         self.log.record(self.state.iteration, values)
@@ -197,9 +254,18 @@ class TrainingLoop:
         """Write a checkpoint of the state of now."""
         with self.phase("checkpoint"):
             folder = checkpoint_folder(self.run_folder, self.state.iteration)
-            trained_steps = make_strategy(self.config).trained_steps(self.state.iteration)
-            self.roles.learner.save(folder, replace(self.state, trained_steps=trained_steps))
+            self.roles.learner.save(folder, self.checkpoint_info())
         self.log.live({"run/checkpoint_unix_s": time.time()})
+        shutil.rmtree(self.run_folder / SNAPSHOTS, ignore_errors=True)
+
+    def snapshot(self) -> None:
+        """Have the learner write the state of now while the next groups are drawn."""
+        folder = checkpoint_folder(self.run_folder / SNAPSHOTS, self.state.iteration)
+        self.roles.learner.snapshot(folder, self.checkpoint_info())
+
+    def checkpoint_info(self) -> CheckpointInfo:
+        trained_steps = make_strategy(self.config).trained_steps(self.state.iteration)
+        return replace(self.state, trained_steps=trained_steps)
 
     def finish(self, heldout_prompts: list[tuple[int, str]]) -> None:
         """The last evaluation, summary.json, the table and the report."""

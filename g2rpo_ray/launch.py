@@ -1,7 +1,8 @@
 """Starting every role of a run on a Ray cluster, and ending all of them."""
 
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from g2rpo_ray.cluster import (
     ClusterError,
@@ -25,12 +27,13 @@ from g2rpo_ray.cluster import (
     wait_for_nodes,
 )
 from g2rpo_ray.config import Config
+from g2rpo_ray.learner.checkpoint import read_info
 from g2rpo_ray.learner.group import LearnerGroup
 from g2rpo_ray.prompts.encoder import PromptEncoder
 from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers
 from g2rpo_ray.rollout.pool import RolloutPool
-from g2rpo_ray.weight_sync import WeightSync, make_weight_sync
+from g2rpo_ray.weight_sync import SyncReport, WeightSync, WeightSyncError, make_weight_sync
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,22 @@ class Roles:
     pool: RolloutPool
     learner: LearnerGroup
     weight_sync: WeightSync
+
+    def sync(self) -> SyncReport:
+        """Bring the learner's weights to every worker of now, and to each that joins later."""
+        report: SyncReport = self.pool.sync(self._send)
+        return report
+
+    def _send(self, workers: Sequence[ActorHandle]) -> SyncReport:
+        # The lock: while a newcomer is sent to, no update may come between weights and version.
+        with self.learner.lock:
+            try:
+                return self.weight_sync.sync(self.learner, workers, self.learner.version)
+            except WeightSyncError:
+                # A transport talks to the ranks itself: one of them may be the cause.
+                if not self.learner.heal():
+                    raise
+                return self.weight_sync.sync(self.learner, workers, self.learner.version)
 
 
 @contextmanager
@@ -54,11 +73,17 @@ def launch(config: Config, checkpoint: Path | None, note: Callable[[str], None])
     Raises:
         ClusterError: the cluster lacks resources, or cannot be reached; see ``cluster.py``.
     """
-    demands = [rollout_demand(config), learner_demand(config)]
-    with _rollout_roles(config, demands, note) as (encoder, pool, placement):
+    with _rollout_roles(config, run_name(config), note, learner_demand(config)) as (
+        encoder,
+        pool,
+        placement,
+    ):
+        assert placement is not None
         note("starting learner ranks")
-        learner = LearnerGroup(config, placement, config.rollout.workers, checkpoint)
+        version = read_info(checkpoint).weight_version if checkpoint else 0
+        learner = LearnerGroup(config, placement, checkpoint, note, version)
         note(f"training {learner.coverage}")
+        pool.wait_until_ready()
         yield Roles(encoder, pool, learner, make_weight_sync(config))
 
 
@@ -67,40 +92,58 @@ def launch_rollout(
     config: Config, note: Callable[[str], None]
 ) -> Iterator[tuple[ActorHandle, RolloutPool]]:
     """Start the roles that draw and score, without a learner; otherwise as ``launch``."""
-    with _rollout_roles(config, [rollout_demand(config)], note) as (encoder, pool, _):
+    with _rollout_roles(config, f"g2rpo-{os.getpid()}", note) as (encoder, pool, _):
+        pool.wait_until_ready()
         yield encoder, pool
+
+
+def run_name(config: Config) -> str:
+    """Of a run's reward servers: a driver that is started again finds those of one that was killed,
+    and replaces them."""
+    folder = Path(config.run_dir).expanduser().absolute()
+    return f"g2rpo-{hashlib.sha256(str(folder).encode()).hexdigest()[:10]}"
 
 
 @contextmanager
 def _rollout_roles(
-    config: Config, demands: list[Demand], note: Callable[[str], None]
-) -> Iterator[tuple[ActorHandle, RolloutPool, PlacementGroup]]:
+    config: Config, name: str, note: Callable[[str], None], *reserved: Demand
+) -> Iterator[tuple[ActorHandle, RolloutPool, PlacementGroup | None]]:
     note("starting Ray")
     with ray_cluster(config.cluster) as private:
         note(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
         wait_for_nodes(config, note)
-        others = [*reward_demands(config), *encoder_demand(config)]
+        # Workers are placed one by one: each can be replaced, and more can join.
+        others = [rollout_demand(config), *reward_demands(config), *encoder_demand(config)]
         nodes = living_nodes()
-        note(overview([*demands, *others], nodes))
-        if private and (reasons := shortage([*demands, *others], nodes)):
+        note(overview([*reserved, *others], nodes))
+        if private and (reasons := shortage([*others, *reserved], nodes)):
             # Nothing will join it, so there is nothing to wait for.
             raise ClusterError(" ".join(reasons))
         note("starting reward servers and rollout workers")
-        prefix = f"g2rpo-{os.getpid()}"
         timeout_s = config.cluster.start_timeout_s
         with (
-            placed(demands, others, timeout_s, note) as placement,
-            reward_servers(prefix, config.rewards, timeout_s, private) as handles,
+            placed(reserved, others, timeout_s, note) as placement,
+            reward_servers(name, config.rewards, timeout_s, private) as handles,
         ):
             client = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
+            here = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
             encoder = (
                 ray.remote(PromptEncoder)
+                # Embeddings lie on the encoder's node: it shall not go while the driver stays.
                 .options(
                     num_cpus=0,
                     num_gpus=config.prompts.encoder_gpus,
-                    max_restarts=2,
-                    max_task_retries=2,
+                    max_restarts=5,
+                    max_task_retries=5,
+                    scheduling_strategy="DEFAULT" if config.prompts.encoder_gpus else here,
                 )
                 .remote(config)
             )
-            yield encoder, RolloutPool(config, placement, client), placement
+            pool = RolloutPool(config, client, note)
+            try:
+                yield encoder, pool, placement
+            finally:
+                pool.close()
+                ray.kill(encoder)

@@ -28,6 +28,10 @@ PACKAGES = ("g2rpo-ray", "ray", "torch", "diffusers", "transformers", "peft", "d
             "open_clip_torch", "safetensors")  # fmt: skip
 
 
+SNAPSHOTS = "snapshots"
+"""Folder, laid out like a run's, of the states that are kept only while a run is not finished."""
+
+
 class RunFolderError(InputError):
     """The run folder cannot be used as asked; the message says what to do."""
 
@@ -181,8 +185,8 @@ def _checkpoint_of(folder: Path, resume: str) -> Path | None:
     if resume == "none":
         return None
     if resume == "auto":
-        checkpoints = list_checkpoints(folder)
-        return checkpoints[-1] if checkpoints else None
+        states = list_checkpoints(folder / SNAPSHOTS) + list_checkpoints(folder)
+        return max(states, key=lambda state: state.name, default=None)
     path = Path(resume).expanduser().absolute()
     if not path.is_dir():
         raise CheckpointError(

@@ -1,16 +1,22 @@
-"""A clean stop: Ctrl-C and SIGTERM end a run at the next safe point, with a checkpoint."""
+"""A clean stop: Ctrl-C, SIGTERM and SIGUSR1 end a run at the next safe point, with a checkpoint."""
 
 import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
 
 class StopRequested(Exception):  # noqa: N818  (not an error)
-    """Raised at a safe point after a signal; carries the signal's number."""
+    """Raised at a safe point after a signal; carries the signal's number and when it came."""
 
-    def __init__(self, signal_number: int) -> None:
+    def __init__(self, signal_number: int, received_s: float = 0.0) -> None:
         super().__init__(signal.Signals(signal_number).name)
         self.signal_number = signal_number
+        self.received_s = received_s
+        """On the monotonic clock."""
 
 
 class StopSignal:
@@ -20,16 +26,16 @@ class StopSignal:
         meanwhile: what happens before the stop, in words.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self, meanwhile: str = "a checkpoint is written first") -> None:
         self._meanwhile = meanwhile
-        self._received: int | None = None
+        self._received: StopRequested | None = None
+        self._held = False
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.getsignal(number) for number in self.SIGNALS}
-        for number in self.SIGNALS:
-            signal.signal(number, self._remember)
+        self._arm()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -38,11 +44,27 @@ class StopSignal:
 
     def check(self) -> None:
         """Raise StopRequested if a signal has come; call it where stopping loses nothing."""
-        if self._received is not None:
-            raise StopRequested(self._received)
+        # Ray sets its own handler of SIGTERM when it starts, where Python cannot see it.
+        self._arm()
+        if self._received is not None and not self._held:
+            raise self._received
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, nothing stops: between an update and its bookkeeping a stop would lose it."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    def _arm(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                signal.signal(number, self._remember)
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         if self._received is not None:
             raise KeyboardInterrupt
-        self._received = number
+        self._received = StopRequested(number, time.monotonic())
         print(f"\nstopping: {self._meanwhile}; once more stops at once", flush=True)

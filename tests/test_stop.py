@@ -13,7 +13,7 @@ from g2rpo_ray.launch import Roles
 from g2rpo_ray.stop import StopRequested, StopSignal
 from tests.tiny import tiny_config
 
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -32,6 +32,15 @@ def test_a_second_signal_interrupts_at_once(capsys: pytest.CaptureFixture[str]) 
         assert "once more stops at once" in capsys.readouterr().out
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_nothing_stops_while_a_stop_is_held() -> None:
+    with StopSignal() as stop:
+        with stop.held():
+            signal.raise_signal(signal.SIGTERM)
+            stop.check()
+        with pytest.raises(StopRequested):
+            stop.check()
 
 
 def test_the_handlers_of_before_are_back_afterwards() -> None:

@@ -94,4 +94,11 @@ class LearnerSection(Section):
     """Whose velocity gives the old log-probability: the rollout's, or the learner's own before its
     first update, where the two compute in another form (merged LoRA, other precision)."""
     timeout_s: float = Field(1800.0, gt=0)
-    """An update or collective that takes longer stops the run."""
+    """A rank that takes longer for an update or a collective counts as hanging, and the learner is
+    rebuilt. Once there is a history, five times the median update is enough."""
+    min_deadline_s: float = Field(120.0, gt=0)
+    """An update may take this long, whatever the history says."""
+    max_failures: int = Field(3, ge=0)
+    """More failures of ranks than this within ``failure_window_s`` stop the run with a report."""
+    failure_window_s: float = Field(3600.0, gt=0)
+    """Time over which failures are counted."""

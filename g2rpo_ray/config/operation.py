@@ -32,6 +32,10 @@ class CheckpointSection(Section):
     """Iterations between checkpoints; one more is written at the end and on a stop."""
     keep_last: int = Field(2, ge=1)
     """Checkpoints kept; older ones are deleted after a new one is verified."""
+    snapshot_every: int = Field(1, ge=0)
+    """Iterations between snapshots: whole states that the learner writes while the next groups are
+    drawn, kept until the run ends. A killed run or rank loses no more than what came after. 0
+    writes none; then the groups since the last checkpoint stay in the object store."""
 
 
 class TrackingSection(Section):

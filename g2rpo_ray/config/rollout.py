@@ -11,7 +11,12 @@ class RolloutSection(Section):
     """Ray actors that make branches and completions."""
 
     workers: int = Field(1, ge=1)
-    """Number of rollout workers."""
+    """Rollout workers that the run starts with; it waits for all of them."""
+    min_workers: int = Field(1, ge=1)
+    """Later fewer may be left, as nodes go; below this number for longer than
+    ``cluster.start_timeout_s`` the run stops."""
+    max_workers: int | None = Field(None, ge=1)
+    """Workers at most, as the cluster has room for them; none means ``workers``."""
     cpus_per_worker: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a worker."""
     gpus_per_worker: float = Field(1.0, ge=0)
@@ -44,7 +49,26 @@ class RolloutSection(Section):
     """Completions of granularity 1 evaluate the network at every other step only, and step by a
     multistep method of second order: docs/performance.md has the price."""
     timeout_s: float = Field(1800.0, gt=0)
-    """A prompt whose rollout takes longer stops the run."""
+    """A worker that takes longer for a prompt counts as hanging: it is replaced, and its prompt
+    goes elsewhere. Once there is a history, five times the median duration is enough."""
+    min_deadline_s: float = Field(60.0, gt=0)
+    """A prompt may take this long, whatever the history says."""
+    attempts: int = Field(4, ge=1)
+    """A prompt that failed on so many workers stops the run."""
+
+    @property
+    def most_workers(self) -> int:
+        """Workers at most."""
+        return self.workers if self.max_workers is None else self.max_workers
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.min_workers <= self.workers <= self.most_workers:
+            raise ValueError(
+                f"min_workers {self.min_workers} <= workers {self.workers} <= max_workers "
+                f"{self.most_workers} does not hold"
+            )
+        return self
 
     @property
     def planned_batch_size(self) -> int:
@@ -87,7 +111,16 @@ class RewardSection(Section):
     timeout_s: float = Field(300.0, gt=0)
     """A request that takes longer counts as failed."""
     retries: int = Field(2, ge=0)
-    """Further tries of a failed request."""
+    """Further tries of a failed request. Replicas that die are no tries: within ``timeout_s`` the
+    request is sent again, after pauses that double."""
+    requests_per_replica: float = Field(8.0, gt=0)
+    """Requests under way for each replica that Serve aims at, between the bounds."""
+    upscale_delay_s: float = Field(5.0, ge=0)
+    """How long there are more before replicas are added."""
+    downscale_delay_s: float = Field(60.0, ge=0)
+    """How long there are fewer before replicas are ended."""
+    health_timeout_s: float = Field(30.0, gt=0)
+    """A replica that does not answer Serve for so long is replaced."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

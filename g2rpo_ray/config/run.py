@@ -35,6 +35,11 @@ class Config(Section):
     """Iterations to train: generate, learn, sync."""
     algorithm: Literal["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"] = "g2rpo"
     """How the rollout is made; the section of the same name has its settings."""
+    pipeline: Literal["sync", "one_step_off"] = "sync"
+    """``one_step_off`` draws the next groups with the weights of before while the learner works."""
+    max_staleness: int = Field(1, ge=0)
+    """A group drawn with weights older than so many versions is never trained on; also how many
+    iterations ``one_step_off`` draws ahead. ``sync`` has 0 always."""
     model: ModelSection
     prompts: PromptsSection
     sampling: SamplingSection = SamplingSection()
@@ -77,10 +82,25 @@ class Config(Section):
                 f"learner.offload_parameters is true and learner.zero_stage is "
                 f"{self.learner.zero_stage}; only stage 3 splits the weights: set zero_stage 3"
             )
+        self._check_pipeline()
         self._check_transport()
         self._check_estimates()
         self._check_scorers()
         return self
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline == "sync":
+            return
+        if self.max_staleness < 1:
+            raise ValueError(
+                "pipeline is one_step_off and max_staleness 0: it trains on groups one version old "
+                "at least; use max_staleness 1 or more, or pipeline: sync"
+            )
+        if self.learner.old_log_prob == "learner":
+            raise ValueError(
+                "pipeline is one_step_off and learner.old_log_prob is learner: the learner no "
+                "longer has the weights that drew the groups; use old_log_prob: rollout"
+            )
 
     def _check_transport(self) -> None:
         shares = {

@@ -16,6 +16,9 @@ from g2rpo_ray.errors import RunError
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.server import ScoreAnswer, ScoreRequest
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
+"""Before a request is sent again; doubled each time."""
+
 
 class InvalidRewardError(RunError):
     """A reward stayed without a usable number; names scorer, prompt and cause."""
@@ -69,10 +72,9 @@ class PendingScores:
     def _result_of(self, name: str) -> Tensor:
         reward = self.client.rewards[name]
         response, sent_at_s = self.sent[name], self.sent_at_s
-        for attempt in range(reward.retries + 1):
-            if attempt > 0:
-                response = self.client.handles[name].score.remote(self.request)
-                sent_at_s = time.monotonic()
+        tries, losses = 0, 0
+        while tries <= reward.retries:
+            lost = False
             try:
                 remaining_s = max(0.0, sent_at_s + reward.timeout_s - time.monotonic())
                 answer = response.result(timeout_s=remaining_s)
@@ -80,16 +82,23 @@ class PendingScores:
             except TimeoutError:
                 cause = f"no answer within {reward.timeout_s:g} s (rewards.{name}.timeout_s)"
             except (RayServeException, ray.exceptions.RayError) as error:
+                # No try of the scorer: Serve replaces a dead replica, which takes its time.
+                lost = time.monotonic() < self.sent_at_s + reward.timeout_s
                 cause = f"the replica failed: {error}"
             if cause is None:
                 assert isinstance(answer, ScoreAnswer)
                 self.measured[name] = {
                     "latency_s": answer.seconds,
                     "batch_fill": answer.batch_fill,
-                    "failures": attempt,
+                    "failures": tries + losses,
                 }
                 return answer.scores
-        self.measured[name] = {"failures": reward.retries + 1}
+            tries, losses = (tries, losses + 1) if lost else (tries + 1, losses)
+            if tries <= reward.retries:
+                time.sleep(min(FIRST_PAUSE_S * 2 ** (tries + losses - 1), LONGEST_PAUSE_S))
+                response = self.client.handles[name].score.remote(self.request)
+                sent_at_s = time.monotonic()
+        self.measured[name] = {"failures": tries + losses}
         message = (
             f"reward {name!r} has no usable score for prompt {self.request.prompt_id} "
             f"({self.request.prompt!r:.80}) after {reward.retries + 1} tries: {cause}"

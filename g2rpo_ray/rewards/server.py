@@ -21,6 +21,7 @@ from g2rpo_ray.rewards.scorer import ScorerError, check_request, check_scores
 logger = logging.getLogger(__name__)
 
 REQUESTS_PER_REPLICA = 32
+AUTOSCALING_INTERVAL_S = 2.0
 _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -111,6 +112,9 @@ def reward_servers(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled", logging_config=_LOGGING)
     handles: list[DeploymentHandle] = []
+    for app in serve.status().applications.keys() & set(names.values()):
+        # Left by a driver that was killed.
+        serve.delete(app)
     try:
         handles = serve.run_many(
             [
@@ -148,10 +152,15 @@ def _deployment(name: str, reward: RewardSection) -> serve.Application:
         autoscaling_config=AutoscalingConfig(
             min_replicas=reward.min_replicas,
             max_replicas=reward.max_replicas,
-            target_ongoing_requests=REQUESTS_PER_REPLICA / 4,
-            upscale_delay_s=5,
-            downscale_delay_s=60,
+            target_ongoing_requests=reward.requests_per_replica,
+            upscale_delay_s=reward.upscale_delay_s,
+            downscale_delay_s=reward.downscale_delay_s,
+            metrics_interval_s=AUTOSCALING_INTERVAL_S,
+            look_back_period_s=3 * AUTOSCALING_INTERVAL_S,
         ),
+        # Serve gives a replica up after three checks in a row without an answer.
+        health_check_period_s=reward.health_timeout_s / 6,
+        health_check_timeout_s=reward.health_timeout_s / 6,
     )(RewardServer)
     return deployment.bind(name, reward)
 

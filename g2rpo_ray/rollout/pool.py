@@ -1,57 +1,143 @@
-"""RolloutPool: rollout workers as one, prompts handed out one by one."""
+"""RolloutPool: rollout workers as one; prompts handed out one by one, nothing lost."""
 
-from collections import deque
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from g2rpo_ray.config import Config
-from g2rpo_ray.errors import RunError
+from g2rpo_ray.errors import InputError, RunError
+from g2rpo_ray.patience import Patience
+from g2rpo_ray.postmortem import first_line
+from g2rpo_ray.rollout.crew import (
+    Crew,
+    Event,
+    Hire,
+    Member,
+    RolloutError,
+    RolloutStartError,
+    SyncWorkers,
+    hire_actor,
+)
+from g2rpo_ray.rollout.dispatch import Dispatch
 from g2rpo_ray.rollout.worker import (
+    BrokenLatentsError,
     HeldoutDraw,
     HeldoutPictures,
     RolloutSummary,
-    RolloutWorker,
     Scoring,
 )
 
-QUEUED_PER_WORKER = 2
-"""One running and one waiting: a worker never idles between two prompts."""
 POLL_S = 0.5
+WAIT_LINE_S = 30.0
+BROKEN_LATENTS_TRIES = 2
+"""A second worker that gives the same broken latents shows that the weights are at fault."""
+SYNC_ROUNDS = 3
 
 OnWait = Callable[[int, int], None]
 """Called with (done, total) while the pool waits; may raise to give up."""
+Call = Callable[[int, Any], list[Any]]
+"""Starts a task on a worker; the first reference answers it."""
+Fault = Callable[[int, Member, int, Any], str | None]
+"""What is wrong with (task, worker, attempt, answer); None if nothing is."""
 
 
-class RolloutError(RunError):
-    """A rollout failed; the message names worker, prompt and cause."""
+def no_fault(*_: object) -> None:
+    """Any answer that is not an error will do."""
 
 
 class RolloutPool:
-    """Starts the workers and spreads work over them; results come back in the order asked for."""
+    """Spreads work over a crew of workers; results come back in the order asked for.
 
-    def __init__(self, config: Config, placement: PlacementGroup, scoring: Scoring) -> None:
-        """
+    A worker that dies, answers too late or answers wrongly is replaced, and its group is drawn
+    elsewhere: noise is a function of the seeds, so the group is the same.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        scoring: Scoring,
+        tell: Callable[[str], None] = print,
+        hire: Hire | None = None,
+    ) -> None:
+        """Starts the workers without waiting for them.
+
         Args:
-            placement: worker w runs in bundle w.
             scoring: handed to every worker.
+            tell: told of workers that were lost.
+            hire: starts one worker's actor; tests and benchmarks have their own.
         """
-        settings = config.rollout
-        self._timeout_s = settings.timeout_s
-        self.workers: list[ActorHandle] = [
-            ray.remote(RolloutWorker)
-            .options(
-                num_cpus=settings.cpus_per_worker,
-                num_gpus=settings.gpus_per_worker,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, worker),
-            )
-            .remote(config, scoring, worker)
-            for worker in range(settings.workers)
-        ]
+        self._settings = settings = config.rollout
+        self._tell = tell
+        self._start_timeout_s = config.cluster.start_timeout_s
+        self._crew = Crew(config, scoring, hire or hire_actor(config), tell)
+        self._patience = {
+            kind: Patience(settings.timeout_s, settings.min_deadline_s)
+            for kind in ("rollout", "evaluate", "walk")
+        }
+        self._last_tended_s, self._runs = -math.inf, 0
+        self.repeats = 0
+        """Tasks that were handed out again, since the start."""
+        self.busy_s = 0.0
+        """Time that tasks took, summed over the workers, since the start."""
+        self._tend()
+
+    @property
+    def workers(self) -> list[Any]:
+        """Handles of the workers that are ready."""
+        return [member.handle for member in self._crew.ready]
+
+    @property
+    def replacements(self) -> int:
+        """Workers that were lost since the start."""
+        return self._crew.losses
+
+    def wait_until_ready(self) -> None:
+        """Wait for the workers that the run is to start with.
+
+        Raises:
+            RolloutStartError: not all came up within ``cluster.start_timeout_s``.
+        """
+        started_s, line_s, wanted = time.monotonic(), WAIT_LINE_S, self._settings.workers
+        while self._crew.ready_count < wanted:
+            self._next_event()
+            waited_s = time.monotonic() - started_s
+            if waited_s > self._start_timeout_s:
+                raise RolloutStartError(self._crew.shortage(wanted))
+            if waited_s > line_s:
+                line_s += WAIT_LINE_S
+                self._tell(f"waiting for rollout workers: {self._crew.shortage(wanted)}")
+
+    def close(self) -> None:
+        """End every worker."""
+        for member in list(self._crew.members.values()):
+            self._crew.tend_off(member)
+
+    def sync(self, sync_workers: SyncWorkers) -> Any:
+        """Bring new weights to every worker, and to every one that joins later, before its work.
+
+        Args:
+            sync_workers: ``WeightSync.sync`` with everything but the workers filled in.
+
+        Returns:
+            Its report. Workers that did not prove to hold the weights are replaced.
+        """
+        for attempt in range(1, SYNC_ROUNDS + 1):
+            while not self._crew.ready_count:
+                self._next_event()
+            receivers = self._crew.ready
+            try:
+                return self._crew.sync_all(sync_workers)
+            except RunError as error:
+                named = [receivers[index] for index in getattr(error, "workers", ())]
+                failed = named or self._crew.silent(receivers)
+                if not failed or attempt == SYNC_ROUNDS:
+                    raise
+                for member in failed:
+                    self._crew.lose(member, str(error))
+        raise AssertionError("unreachable")
 
     def generate(
         self, prompts: Sequence[ray.ObjectRef], iteration: int, on_wait: OnWait
@@ -66,14 +152,23 @@ class RolloutPool:
             Summaries, and references to the RolloutGroups, both by slot.
         """
         first_id = iteration * len(prompts)
-        calls = [
-            lambda worker, slot=slot, prompt=prompt: worker.rollout.options(num_returns=2).remote(
-                prompt, first_id + slot, iteration
-            )
-            for slot, prompt in enumerate(prompts)
-        ]
-        refs = self._run(calls, on_wait)
-        return ray.get([summary for summary, _ in refs]), [group for _, group in refs]
+        groups: list[Any] = [None] * len(prompts)
+
+        def call(slot: int, worker: Any) -> list[Any]:
+            rollout = worker.rollout.options(num_returns=2)
+            return list(rollout.remote(prompts[slot], first_id + slot, iteration))
+
+        def fault(slot: int, member: Member, attempt: int, summary: RolloutSummary) -> str | None:
+            if summary.group_id != first_id + slot:
+                return f"answered with group {summary.group_id} for {first_id + slot}"
+            if summary.weight_version != member.weight_version:
+                return f"drew with weights {summary.weight_version}, not {member.weight_version}"
+            if summary.broken_pictures and attempt < BROKEN_LATENTS_TRIES:
+                return f"gave {summary.broken_pictures} pictures whose latents are not finite"
+            return None
+
+        summaries = self._run("rollout", call, fault, on_wait, groups)
+        return summaries, groups
 
     def evaluate(
         self,
@@ -83,55 +178,126 @@ class RolloutPool:
         latents: Sequence[ray.ObjectRef | None] | None = None,
     ) -> list[HeldoutPictures]:
         """Draw and score held-out prompts, in their order; see ``RolloutWorker.evaluate``."""
-        calls = [
-            lambda worker, prompt=prompt, start=start: [worker.evaluate.remote(prompt, draw, start)]
-            for prompt, start in zip(prompts, latents or [None] * len(prompts), strict=True)
-        ]
-        return ray.get([ref for (ref,) in self._run(calls, on_wait)])
+        starts = latents or [None] * len(prompts)
+
+        def call(number: int, worker: Any) -> list[Any]:
+            return [worker.evaluate.remote(prompts[number], draw, starts[number])]
+
+        return self._run("evaluate", call, no_fault, on_wait, [None] * len(prompts))
 
     def walk(
         self, prompts: Sequence[ray.ObjectRef], on_wait: OnWait, draw: HeldoutDraw
     ) -> list[ray.ObjectRef]:
         """References to the latents of held-out prompts at ``draw.last``, in their order."""
-        calls = [
-            lambda worker, prompt=prompt: [worker.walk.remote(prompt, draw)] for prompt in prompts
-        ]
-        return [ref for (ref,) in self._run(calls, on_wait)]
+        references: list[Any] = [None] * len(prompts)
+
+        def call(number: int, worker: Any) -> list[Any]:
+            return [worker.walk.remote(prompts[number], draw)]
+
+        self._run("walk", call, no_fault, on_wait, references)
+        return references
 
     def _run(
-        self, calls: Sequence[Callable[[Any], list[ray.ObjectRef]]], on_wait: OnWait
-    ) -> list[list[ray.ObjectRef]]:
-        """Make every call on some worker; the first reference of a call says that it is done."""
-        waiting = deque(range(len(calls)))
-        results: dict[int, list[ray.ObjectRef]] = {}
-        running: dict[ray.ObjectRef, int] = {}
-        load = [0] * len(self.workers)
-        idle_s = 0.0
-        while waiting or running:
-            while waiting and min(load) < QUEUED_PER_WORKER:
-                worker, number = load.index(min(load)), waiting.popleft()
-                results[number] = calls[number](self.workers[worker])
-                running[results[number][0]] = worker
-                load[worker] += 1
-            done, _ = ray.wait(list(running), timeout=POLL_S)
-            for ref in done:
-                worker = running.pop(ref)
-                load[worker] -= 1
-                self._raise_if_failed(ref, worker)
-            on_wait(len(calls) - len(waiting) - len(running), len(calls))
-            idle_s = 0.0 if done else idle_s + POLL_S
-            if idle_s > self._timeout_s:
-                raise RolloutError(
-                    f"no rollout worker finished a prompt for {idle_s:.0f} s "
-                    "(rollout.timeout_s); see the workers' logs in the Ray dashboard"
-                )
-        return [results[number] for number in range(len(calls))]
+        self,
+        kind: str,
+        call: Call,
+        fault: Fault,
+        on_wait: OnWait,
+        last_references: list[Any],
+    ) -> list[Any]:
+        """Have every task done by some worker, and give the answers.
 
-    @staticmethod
-    def _raise_if_failed(ref: ray.ObjectRef, worker: int) -> None:
-        try:
-            ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
-            raise RolloutError(f"rollout worker {worker} failed: {error.cause}") from error
-        except ray.exceptions.RayActorError as error:
-            raise RolloutError(f"rollout worker {worker} died: {error}") from error
+        Args:
+            last_references: gets the last reference of each task's accepted call.
+        """
+        answers: list[Any] = [None] * len(last_references)
+        dispatch = Dispatch(len(answers), self._patience[kind])
+        for member in self._crew.ready:
+            dispatch.join(member.number, seasoned=kind in member.finished)
+        self._runs += 1
+        answer = f"answer in run {self._runs}"
+        references: dict[int, list[Any]] = {}
+        started_s: dict[int, float] = {}
+        while not dispatch.is_done:
+            now_s = time.monotonic()
+            for worker, task in dispatch.assign(now_s):
+                started_s[worker] = now_s
+                references[worker] = call(task, self._crew.members[worker].handle)
+                self._crew.watch(references[worker][0], worker, answer, task)
+            event = self._next_event(dispatch, kind)
+            on_wait(dispatch.done, dispatch.tasks)
+            if event is None or event.what != answer:
+                # The latter belongs to a run that was given up.
+                continue
+            member, task = self._crew.members[event.worker], event.task
+            cause = self._fault_of(event, dispatch.attempts(task), member, fault)
+            if cause is not None:
+                self._lose(member, cause, dispatch)
+            elif dispatch.accept(member.number, task, event.at_s):
+                answers[task] = event.future.result()
+                last_references[task] = references.pop(member.number)[-1]
+                self.busy_s += event.at_s - started_s[member.number]
+                self._crew.praise(member, kind)
+        return answers
+
+    def _next_event(self, dispatch: Dispatch | None = None, kind: str = "") -> Event | None:
+        """Wait for an answer to a task; comings and goings of workers are dealt with here."""
+        self._tend()
+        event = self._crew.next_event(POLL_S)
+        if dispatch is not None:
+            for worker in dispatch.overdue(time.monotonic()):
+                if event is None or event.worker != worker:
+                    self._lose(
+                        self._crew.members[worker],
+                        "does not answer (rollout.timeout_s, rollout.min_deadline_s)",
+                        dispatch,
+                    )
+        if event is None or event.what.startswith("answer"):
+            return event
+        member = self._crew.handle(event)
+        if member is not None and dispatch is not None:
+            dispatch.join(member.number, seasoned=kind in member.finished)
+        return None
+
+    def _fault_of(
+        self,
+        event: Event,
+        attempt: int,
+        member: Member,
+        fault: Fault,
+    ) -> str | None:
+        """What is wrong with a worker's answer, if it is the worker's fault.
+
+        Raises:
+            RolloutError: it is not: another worker would answer the same.
+        """
+        error = event.future.exception()
+        if error is None:
+            return fault(event.task, member, attempt, event.future.result())
+        cause = getattr(error, "cause", error)
+        broken = isinstance(cause, BrokenLatentsError) and attempt < BROKEN_LATENTS_TRIES
+        if isinstance(cause, InputError | RunError) and not broken:
+            raise RolloutError(f"{member.name} failed: {cause}") from error
+        if isinstance(error, ray.exceptions.RayActorError):
+            return f"died: {first_line(error)}"
+        return f"failed with {type(cause).__name__}: {first_line(cause)}"
+
+    def _lose(self, member: Member, cause: str, dispatch: Dispatch) -> None:
+        task = dispatch.leave(member.number)
+        last = task is not None and dispatch.attempts(task) >= self._settings.attempts
+        self._crew.lose(member, cause, log=last)
+        if task is None:
+            return
+        self.repeats += 1
+        if last:
+            raise RolloutError(
+                f"task {task} failed on {dispatch.attempts(task)} workers (rollout.attempts), last "
+                f"on {member.name}: {cause}; --resume auto continues from the last snapshot"
+            )
+
+    def _tend(self) -> None:
+        # Its cost grows with the number of workers that are starting: not for every answer.
+        now_s = time.monotonic()
+        if now_s - self._last_tended_s > POLL_S:
+            self._last_tended_s = now_s
+            self._crew.tend(now_s)

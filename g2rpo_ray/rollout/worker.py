@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -87,6 +87,8 @@ class RolloutSummary:
     """Most device memory that the worker's tensors have held so far; 0 on the CPU."""
     warnings: list[str]
     """What else the user should know, such as a batch that had to be halved."""
+    broken_pictures: int = 0
+    """Pictures whose latents are not finite."""
 
 
 @dataclass(frozen=True)
@@ -199,9 +201,11 @@ class RolloutWorker:
         clock.lap("denoise_s")
         failures: list[str] = []
         measured: list[dict[str, dict[str, float]]] = []
+        broken_pictures = 0
         while pending:
             positions, finite, sent = pending.popleft()
             scores = sent.result()
+            broken_pictures += int((~finite).sum())
             failures += self._broken_pictures(finite, prompt)
             broken = ~finite.cpu()[:, None]
             for row, values in enumerate(scores.result().values()):
@@ -227,7 +231,8 @@ class RolloutWorker:
             seconds=clock.seconds(),
         )
         logger.info("drew a group", extra={"evaluations": group.evaluations, "pictures": decoded})
-        return self._summary(group, decoded, failures, measured), group
+        summary = self._summary(group, decoded, failures, measured)
+        return replace(summary, broken_pictures=broken_pictures), group
 
     def evaluate(
         self, prompt: Prompt, draw: HeldoutDraw | None = None, latents: Tensor | None = None

@@ -94,7 +94,8 @@ METRICS: dict[str, Metric] = {
     "policy/ratio_mean": Metric("1", "Mean probability ratio of new to old weights; near 1."),
     "policy/first_max_abs_log_ratio": Metric(
         "nat", "Largest |Δlog p| before the first update: rollout and learner disagree by this "
-        "much. 0 in float32; above learner.clip the two sides compute different things.",
+        "much. 0 in float32 with pipeline: sync; above learner.clip the two sides compute "
+        "different things, or the groups are of older weights.",
     ),
     "policy/max_abs_log_ratio": Metric("nat", "Largest |Δlog p| over all groups and updates."),
     "policy/approx_kl": Metric("nat", "Estimate of KL(old || new): mean of ratio - 1 - log ratio."),
@@ -136,6 +137,22 @@ METRICS: dict[str, Metric] = {
         "TFLOP/s", "Operations of a worker's evaluations by rollout/denoise_s, mean of the "
         "workers; a multiply-add counts as two. By the card's peak it is the utilisation.",
     ),
+    "rollout/staleness": Metric(
+        "count", "Age of the oldest weights that drew one of the iteration's groups, in versions; "
+        "0 with pipeline: sync.",
+    ),
+    "rollout/workers": Metric("count", "Rollout workers that are ready at the iteration's end."),
+    "rollout/replaced": Metric(
+        "count", "Rollout workers lost in the iteration.", kind="counter"
+    ),
+    "rollout/repeated": Metric(
+        "count", "Prompts handed out again, since their worker was lost.", kind="counter"
+    ),
+    "learner/rebuilds": Metric(
+        "count", "Times that a lost rank had the learner rebuilt.", kind="counter"
+    ),
+    "idle/rollout": Metric("share", "Part of the iteration that workers spent without a prompt."),
+    "idle/learner": Metric("share", "Part of the iteration that the learner made no update in."),
     "sync/bytes": Metric("B", "Size of the weights that one receiver got."),
     "sync/tensors": Metric("count", "Tensors that every receiver bound, verified by checksum."),
     "memory/pss_gib": Metric(

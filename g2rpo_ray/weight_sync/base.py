@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
 
 class WeightSyncError(RunError):
-    """A rollout worker does not hold the learner's weights; the run must not go on."""
+    """A rollout worker does not hold the learner's weights; it must not go on with them.
+
+    Args:
+        workers: places in the list of receivers of those at fault; they can be replaced. None are
+            named where the fault is not a receiver's, or nobody knows whose.
+    """
+
+    def __init__(self, message: str, workers: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.workers = list(workers)
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,11 @@ def verify(expected: WeightReceipt, answers: Sequence[WeightReceipt]) -> SyncRep
     """
     if expected.tensors == 0:
         raise WeightSyncError("weight sync sent no tensor: the model has nothing that is trained")
-    for worker, answer in enumerate(answers):
-        if answer != expected:
-            raise WeightSyncError(
-                f"rollout worker {worker} holds other weights than the learner sent: {answer} "
-                f"instead of {expected}"
-            )
+    wrong = [worker for worker, answer in enumerate(answers) if answer != expected]
+    if wrong:
+        raise WeightSyncError(
+            f"rollout worker {wrong[0]} holds other weights than the learner sent: "
+            f"{answers[wrong[0]]} instead of {expected}",
+            wrong,
+        )
     return SyncReport(expected.version, expected.tensors, expected.bytes, expected.checksum)

@@ -23,13 +23,27 @@ class ObjectStoreSync(WeightSync):
     ) -> SyncReport:
         expected, weights = learner.export_weight_refs(version)
         answers = [worker.receive_weights.remote(version, weights) for worker in workers]
-        try:
-            receipts = ray.get([expected, *answers], timeout=self._timeout_s)
-        except ray.exceptions.GetTimeoutError:
+        ray.wait(answers, num_returns=len(answers), timeout=self._timeout_s)
+        silent = [worker for worker, answer in enumerate(answers) if not _is_there(answer)]
+        if silent:
             raise WeightSyncError(
                 f"weight sync of version {version} did not end within {self._timeout_s:g} s "
-                "(weight_sync.timeout_s)"
-            ) from None
-        except ray.exceptions.RayError as error:
-            raise WeightSyncError(f"weight sync of version {version} failed: {error}") from error
-        return verify(receipts[0], receipts[1:])
+                f"(weight_sync.timeout_s) at rollout worker {silent[0]}",
+                silent,
+            )
+        receipts, failed, causes = [], [], []
+        for worker, answer in enumerate(answers):
+            try:
+                receipts.append(ray.get(answer))
+            except ray.exceptions.RayError as error:
+                failed.append(worker)
+                causes.append(error)
+        if failed:
+            raise WeightSyncError(
+                f"weight sync of version {version} failed: {causes[0]}", failed
+            ) from causes[0]
+        return verify(ray.get(expected, timeout=self._timeout_s), receipts)
+
+
+def _is_there(answer: ray.ObjectRef) -> bool:
+    return bool(ray.wait([answer], timeout=0)[0])

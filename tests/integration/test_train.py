@@ -53,11 +53,11 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def finished(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Folders of whole runs in one go, by number of rollout workers; both run at the same time."""
+    """Folders of whole runs in one go, by number of rollout workers; all run at the same time."""
     folder: Path = tmp_path_factory.mktemp("runs")
-    run_dirs = {workers: folder / f"workers_{workers}" for workers in (1, 2)}
+    run_dirs = {workers: folder / f"workers_{workers}" for workers in (1, 2, 4)}
     commands = [
-        start(config_of(run_dir, f"rollout.workers={workers}"))
+        start(config_of(run_dir, f"rollout.workers={workers}", "rollout.cpus_per_worker=0.25"))
         for workers, run_dir in run_dirs.items()
     ]
     for command in commands:
@@ -125,10 +125,26 @@ def test_a_run_leaves_what_it_promises(reference: Path) -> None:
     assert first["policy/grad_norm"] > 0
 
 
-def test_two_workers_give_the_same_bits_as_one(finished: dict[int, Path]) -> None:
-    assert results(finished[2]) == results(finished[1])
-    assert pictures(finished[2]) == pictures(finished[1])
-    assert checksum(finished[2]) == checksum(finished[1])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_more_workers_give_the_same_bits_as_one(finished: dict[int, Path], workers: int) -> None:
+    assert results(finished[workers]) == results(finished[1])
+    assert pictures(finished[workers]) == pictures(finished[1])
+    assert checksum(finished[workers]) == checksum(finished[1])
+
+
+def test_one_step_off_trains_on_groups_one_version_old(start: Start, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = start(config_of(run_dir, "pipeline=one_step_off"))
+    assert command.wait() == 0, command.text
+    trained = [record for record in read_metrics(run_dir) if record["kind"] == "train"]
+    assert [record["rollout/staleness"] for record in trained] == [0, 1, 1]
+    assert [record["weight_version"] for record in trained] == [0, 0, 1]
+    # The old log-probabilities are the drawing weights': with newer ones the ratio is not 1.
+    assert [record["policy/first_max_abs_log_ratio"] > 1e-5 for record in trained[:2]] == [
+        False,
+        True,
+    ]
+    assert command.left_over() == []
 
 
 def test_ctrl_c_saves_leaves_no_process_and_resume_ends_as_if_nothing_had_been(

@@ -1,0 +1,307 @@
+"""Crew: the rollout workers as processes; started, brought up to date, replaced."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.errors import InputError, RunError
+from g2rpo_ray.postmortem import Place, first_line, own_place, report
+from g2rpo_ray.rollout.worker import RolloutWorker, Scoring
+
+NODE_FAILURES = 3
+"""A node where so many workers failed in a row, with no task done between, is avoided."""
+LONGEST_PAUSE_S = 60.0
+PING_S = 15.0
+
+Hire = Callable[[Sequence[str]], Any]
+"""Starts an actor on any node but those named."""
+SyncWorkers = Callable[[Sequence[ActorHandle]], Any]
+"""Sends the weights of now to these workers and verifies their answers; gives a SyncReport."""
+
+
+class RolloutError(RunError):
+    """Rollout cannot go on; the message names worker, task and cause."""
+
+
+class RolloutStartError(InputError):
+    """The workers that the run is to start with did not come up; says what is missing."""
+
+
+class RolloutActor(RolloutWorker):
+    """A worker whose models are loaded by ``start``: by then it is known where it runs."""
+
+    def __init__(self) -> None:
+        pass
+
+    def start(self, config: Config, scoring: Scoring, number: int) -> None:
+        super().__init__(config, scoring, number)
+
+
+def hire_actor(config: Config) -> Hire:
+    """Starts an empty RolloutActor with the resources of a worker."""
+    settings = config.rollout
+
+    def hire(avoided: Sequence[str]) -> ActorHandle:
+        labels = dict(settings.label_selector)
+        if avoided:
+            labels["ray.io/node-id"] = f"!in({','.join(avoided)})"
+        return (
+            ray.remote(RolloutActor)
+            .options(
+                num_cpus=settings.cpus_per_worker,
+                num_gpus=settings.gpus_per_worker,
+                label_selector=labels,
+            )
+            .remote()
+        )
+
+    return hire
+
+
+@dataclass
+class Member:
+    """A worker: first without a place, then loading, then with old weights, then ready."""
+
+    number: int
+    """Counts up; a replacement has a new one."""
+    handle: Any
+    since_s: float
+    """Start of its present stage."""
+    stage: str = "placing"
+    place: Place | None = None
+    weight_version: int = 0
+    finished: set[str] = field(default_factory=set)
+    """Kinds of tasks that it has done at least once."""
+
+    @property
+    def name(self) -> str:
+        return f"rollout worker {self.number}" + (f" ({self.place})" if self.place else "")
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a worker has answered."""
+
+    worker: int
+    what: str
+    """A stage that it has reached, or ``answer``."""
+    task: int
+    future: Future
+    at_s: float
+
+
+class Crew:
+    """Keeps up to ``max_workers`` members. Not thread-safe: one thread calls it.
+
+    Args:
+        hire: starts one actor.
+        tell: told of losses.
+    """
+
+    def __init__(
+        self, config: Config, scoring: Scoring, hire: Hire, tell: Callable[[str], None]
+    ) -> None:
+        self._config, self._scoring, self._hire, self._tell = config, scoring, hire, tell
+        self._wanted = config.rollout.most_workers
+        self._start_timeout_s = config.cluster.start_timeout_s
+        self.members: dict[int, Member] = {}
+        self.losses = 0
+        self._coming: dict[int, Member] = {}
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._started = 0
+        self._losses_in_row = 0
+        self._next_start_s = 0.0
+        self._node_failures: Counter[str] = Counter()
+        self._any_came_up = False
+        self._weight_version = 0
+        self._sync: SyncWorkers | None = None
+        self._sync_lock = threading.Lock()
+        self._short_since_s: float | None = None
+
+    @property
+    def ready(self) -> list[Member]:
+        return [member for member in self.members.values() if member.stage == "ready"]
+
+    @property
+    def ready_count(self) -> int:
+        return len(self.members) - len(self._coming)
+
+    def watch(self, ref: Any, worker: int, what: str, task: int = -1) -> None:
+        """Have the answer to ``ref`` come out of ``next_event``."""
+        ref.future().add_done_callback(
+            lambda future: self._events.put(Event(worker, what, task, future, time.monotonic()))
+        )
+
+    def next_event(self, timeout_s: float) -> Event | None:
+        """The next answer of a member; None if there is none in time."""
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except Empty:
+            return None
+        return event if event.worker in self.members else None
+
+    def tend(self, now_s: float) -> None:
+        """Start who is missing, and give up who does not come up.
+
+        Raises:
+            RolloutError: too few workers for too long.
+        """
+        while len(self.members) < self._wanted and now_s >= self._next_start_s:
+            self._start(now_s)
+        for member in list(self._coming.values()):
+            if member.stage != "placing" and now_s - member.since_s > self._start_timeout_s:
+                self.lose(
+                    member,
+                    f"was {member.stage} for {self._start_timeout_s:g} s (cluster.start_timeout_s)",
+                )
+        if self.ready_count >= self._config.rollout.min_workers:
+            self._short_since_s = None
+        elif self._short_since_s is None:
+            self._short_since_s = now_s
+        elif now_s - self._short_since_s > self._start_timeout_s + LONGEST_PAUSE_S:
+            raise RolloutError(self.shortage(self._config.rollout.min_workers))
+
+    def shortage(self, wanted: int) -> str:
+        """What is missing, in words."""
+        settings = self._config.rollout
+        stages = Counter(member.stage for member in self.members.values())
+        found = ", ".join(f"{count} {stage}" for stage, count in sorted(stages.items()))
+        return (
+            f"{wanted} rollout workers are wanted, within cluster.start_timeout_s = "
+            f"{self._start_timeout_s:g} s; there are: {found or 'none'} (placing = no node "
+            f"has room for CPU {settings.cpus_per_worker:g}, GPU {settings.gpus_per_worker:g}). "
+            f"Free by node: {_free_by_node()}. Avoided nodes: {self._avoided() or 'none'}"
+        )
+
+    def handle(self, event: Event) -> Member | None:
+        """Take a coming member one stage further; returns it when it is ready.
+
+        Raises:
+            InputError, RunError: it cannot load its models, and no worker ever could.
+        """
+        member = self.members[event.worker]
+        error = event.future.exception()
+        if error is not None:
+            cause = getattr(error, "cause", error)
+            if not self._any_came_up and isinstance(cause, InputError | RunError):
+                raise cause from error
+            self.lose(member, f"did not come up: {first_line(cause)}")
+            return None
+        member.since_s = event.at_s
+        if event.what == "placed":
+            member.place = event.future.result()
+            member.stage = "loading" if member.stage == "placing" else member.stage
+            return None
+        self._any_came_up = True
+        if event.what == "joined":
+            member.weight_version = event.future.result().version
+        if self._sync is not None and member.weight_version < self._weight_version:
+            # New, or sent to just before the others got newer weights.
+            member.stage = "getting weights"
+            threading.Thread(target=self._join, args=(member, self._sync), daemon=True).start()
+            return None
+        member.stage = "ready"
+        del self._coming[member.number]
+        return member
+
+    def lose(self, member: Member, why: str, *, log: bool = False) -> None:
+        """End a worker and have it replaced; with ``log``, tell the last lines of its log too."""
+        self.tend_off(member)
+        self.losses += 1
+        self._losses_in_row += 1
+        pause_s = 0.0 if self._losses_in_row == 1 else 2.0 ** (self._losses_in_row - 2)
+        self._next_start_s = time.monotonic() + min(pause_s, LONGEST_PAUSE_S)
+        if member.place is not None:
+            self._node_failures[member.place.node_id] += 1
+        self._tell(report(member.name, member.place, why) if log else f"{member.name} {why}")
+
+    def tend_off(self, member: Member) -> None:
+        """End a worker for good."""
+        self.members.pop(member.number, None)
+        self._coming.pop(member.number, None)
+        ray.kill(member.handle)
+
+    def praise(self, member: Member, kind: str) -> None:
+        """It has done a task: its node is good, and a first one ends the back-off."""
+        if not member.finished:
+            self._losses_in_row = 0
+        member.finished.add(kind)
+        if member.place is not None:
+            self._node_failures.pop(member.place.node_id, None)
+
+    def sync_all(self, sync: SyncWorkers) -> Any:
+        """Send to every worker that has loaded its models; newcomers will get the same from now.
+
+        Raises:
+            WeightSyncError: of ``sync``.
+        """
+        while not self._sync_lock.acquire(timeout=0.2):
+            # A newcomer is being sent to. If it hangs, tend ends it.
+            self.tend(time.monotonic())
+        try:
+            self._sync = sync
+            receivers = self.ready
+            result = sync([member.handle for member in receivers])
+            self._weight_version = result.version
+            for member in receivers:
+                member.weight_version = result.version
+            return result
+        finally:
+            self._sync_lock.release()
+
+    def silent(self, members: Sequence[Member]) -> list[Member]:
+        """Those that do not answer a call that costs nothing."""
+        asked = [member.handle.__ray_call__.remote(own_place) for member in members]
+        ray.wait(asked, num_returns=len(asked), timeout=PING_S)
+        return [m for m, ref in zip(members, asked, strict=True) if not _answered(ref)]
+
+    def _start(self, now_s: float) -> None:
+        member = Member(self._started, self._hire(self._avoided()), now_s)
+        self._started += 1
+        self.members[member.number] = self._coming[member.number] = member
+        self.watch(member.handle.__ray_call__.remote(own_place), member.number, "placed")
+        started = member.handle.start.remote(self._config, self._scoring, member.number)
+        self.watch(started, member.number, "started")
+
+    def _join(self, member: Member, sync: SyncWorkers) -> None:
+        """On a thread of its own: the others go on while a newcomer gets its weights."""
+        future: Future = Future()
+        with self._sync_lock:
+            try:
+                future.set_result(sync([member.handle]))
+            except Exception as error:  # noqa: BLE001  (handed to the thread that tends the crew)
+                future.set_exception(error)
+            self._events.put(Event(member.number, "joined", -1, future, time.monotonic()))
+
+    def _avoided(self) -> list[str]:
+        bad = {node for node, failures in self._node_failures.items() if failures >= NODE_FAILURES}
+        if not bad:
+            return []
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        # Where every node is bad, the fault is not a node's.
+        return sorted(bad) if alive - bad else []
+
+
+def _answered(ref: ray.ObjectRef) -> bool:
+    try:
+        ray.get(ref, timeout=0)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        return False
+    return True
+
+
+def _free_by_node() -> str:
+    free = ray._private.state.available_resources_per_node()
+    return "; ".join(
+        f"{node[:8]} CPU {resources.get('CPU', 0):g} GPU {resources.get('GPU', 0):g}"
+        for node, resources in free.items()
+    )

@@ -1,0 +1,105 @@
+"""Dispatch: which worker gets which task, and when its answer is overdue. No Ray and no clock.
+
+An event costs the same with 8 workers and with 512: queues and a heap, nothing is searched.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from g2rpo_ray.patience import Patience
+
+
+@dataclass(frozen=True)
+class _Running:
+    task: int
+    started_s: float
+
+
+class Dispatch:
+    """Tasks handed out one by one: at least once each, and each accepted exactly once.
+
+    A worker has one task at a time. Where prompts take seconds the driver's milliseconds between
+    two of them are nothing, and no task waits behind another while a worker is idle.
+
+    Args:
+        tasks: they are numbered from 0, and handed out in that order.
+        patience: how long a task may take.
+    """
+
+    def __init__(self, tasks: int, patience: Patience) -> None:
+        self.tasks, self._patience = tasks, patience
+        self._waiting = deque(range(tasks))
+        self._seasoned: dict[int, bool] = {}
+        """By worker: whether it has finished a task of this kind before."""
+        self._idle: deque[int] = deque()
+        self._running: dict[int, _Running] = {}
+        self._alarms: list[tuple[float, int, int]] = []
+        """Heap of (deadline, worker, task); an entry whose task has ended is stale."""
+        self._attempts: dict[int, int] = {}
+        self._accepted: set[int] = set()
+
+    @property
+    def done(self) -> int:
+        return len(self._accepted)
+
+    @property
+    def is_done(self) -> bool:
+        return self.done == self.tasks
+
+    def join(self, worker: int, *, seasoned: bool) -> None:
+        """A worker that may be given tasks. A new one's first may take as long as the limit says:
+        it compiles and fills caches that the others' history knows nothing of."""
+        self._seasoned[worker] = seasoned
+        self._idle.append(worker)
+
+    def leave(self, worker: int) -> int | None:
+        """A worker is gone; its task, if it had one, is next to be handed out."""
+        self._seasoned.pop(worker, None)
+        running = self._running.pop(worker, None)
+        if running is None:
+            return None
+        self._waiting.appendleft(running.task)
+        return running.task
+
+    def assign(self, now_s: float) -> Iterator[tuple[int, int]]:
+        """(worker, task) pairs to be started now."""
+        while self._waiting and self._idle:
+            worker = self._idle.popleft()
+            if worker not in self._seasoned:
+                continue
+            task = self._waiting.popleft()
+            self._attempts[task] = self._attempts.get(task, 0) + 1
+            self._running[worker] = _Running(task, now_s)
+            patience = self._patience
+            allowed_s = patience.deadline_s if self._seasoned[worker] else patience.limit_s
+            heapq.heappush(self._alarms, (now_s + allowed_s, worker, task))
+            yield worker, task
+
+    def attempts(self, task: int) -> int:
+        """How often the task was handed out."""
+        return self._attempts.get(task, 0)
+
+    def accept(self, worker: int, task: int, now_s: float) -> bool:
+        """A good answer; False if it does not count: its task runs elsewhere, or is done."""
+        running = self._running.get(worker)
+        if running is None or running.task != task:
+            return False
+        del self._running[worker]
+        assert task not in self._accepted
+        self._accepted.add(task)
+        self._patience.record(now_s - running.started_s)
+        self._seasoned[worker] = True
+        self._idle.append(worker)
+        return True
+
+    def overdue(self, now_s: float) -> list[int]:
+        """Workers whose answer should have come by now."""
+        late = []
+        while self._alarms and self._alarms[0][0] <= now_s:
+            _, worker, task = heapq.heappop(self._alarms)
+            running = self._running.get(worker)
+            if running is not None and running.task == task:
+                late.append(worker)
+        return late

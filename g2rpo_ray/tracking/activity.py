@@ -1,0 +1,43 @@
+"""How busy the roles are, and what was lost and replaced: differences between two iterations."""
+
+import time
+
+from g2rpo_ray.learner.group import LearnerGroup
+from g2rpo_ray.rollout.pool import RolloutPool
+
+
+class Activity:
+    """Reads the counters of pool and learner once an iteration."""
+
+    def __init__(self, pool: RolloutPool, learner: LearnerGroup) -> None:
+        self._pool, self._learner = pool, learner
+        self._last = self._counters()
+
+    def lap(self) -> dict[str, float]:
+        """Metrics of the time since the last call."""
+        now = self._counters()
+        change = {name: value - self._last[name] for name, value in now.items()}
+        self._last = now
+        workers = len(self._pool.workers)
+        return {
+            "rollout/workers": workers,
+            "rollout/replaced": change["replaced"],
+            "rollout/repeated": change["repeated"],
+            "learner/rebuilds": change["rebuilds"],
+            "idle/rollout": _idle(change["rollout_s"], change["wall_s"] * workers),
+            "idle/learner": _idle(change["learner_s"], change["wall_s"]),
+        }
+
+    def _counters(self) -> dict[str, float]:
+        return {
+            "wall_s": time.monotonic(),
+            "rollout_s": self._pool.busy_s,
+            "learner_s": self._learner.busy_s,
+            "replaced": self._pool.replacements,
+            "repeated": self._pool.repeats,
+            "rebuilds": self._learner.rebuilds,
+        }
+
+
+def _idle(busy_s: float, there_s: float) -> float:
+    return max(0.0, 1.0 - busy_s / there_s) if there_s > 0 else 1.0

@@ -1,0 +1,128 @@
+"""What the driver and the rollout pool cost for each group, with the networks' work left out.
+
+    python scripts/bench_driver.py --groups 10000
+
+Real are: the pool, its dispatch and deadlines, and every call through Ray with its answer. The
+workers are simulated: a handful of asynchronous actors answer for all of them, since hundreds of
+processes do not fit on one machine, and a group's work is a sleep. The sleep grows with the number
+of workers, so that every row has the same load in groups per second.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import ray
+
+from g2rpo_ray.config import load_config
+from g2rpo_ray.rollout.pool import RolloutPool
+from g2rpo_ray.rollout.worker import RolloutSummary
+
+ROOT = Path(__file__).parents[1]
+ACTORS = 4
+GIB = 2**30
+
+
+class Stub:
+    """Answers for many workers; the group's work is a sleep."""
+
+    async def start(self, *_: object) -> None:
+        pass
+
+    async def rollout(
+        self, work_s: float, group_id: int, _iteration: int
+    ) -> tuple[RolloutSummary, tuple[float, float]]:
+        started_s = time.monotonic()
+        await asyncio.sleep(work_s)
+        summary = RolloutSummary(group_id, 0, 1, 1, {}, {}, {}, {}, [], [], 0.0, [])
+        return summary, (started_s, time.monotonic())
+
+
+def bench(workers: int, groups: int, rate: float, settings: Path) -> dict[str, float]:
+    """One row: ``groups`` groups over ``workers`` workers that offer ``rate`` groups a second."""
+    config = load_config(
+        settings,
+        ["run_dir=/tmp/unused", f"rollout.workers={workers}", "rollout.timeout_s=600"],
+    )
+    stubs = [
+        ray.remote(Stub).options(num_cpus=0, max_concurrency=1000).remote() for _ in range(ACTORS)
+    ]
+    ray.get([stub.start.remote() for stub in stubs])
+    hired = 0
+
+    def hire(_avoided: Sequence[str]) -> Any:
+        nonlocal hired
+        hired += 1
+        return stubs[hired % ACTORS]
+
+    pool = RolloutPool(config, None, hire=hire)  # type: ignore[arg-type]
+    pool.wait_until_ready()
+    work = ray.put(workers / rate)
+    process = psutil.Process()
+    before_rss, before_cpu_s, started_s = (
+        process.memory_info().rss,
+        time.process_time(),
+        time.time(),
+    )
+    _, references = pool.generate([work] * groups, 0, lambda *_: None)
+    wall_s, cpu_s = time.time() - started_s, time.process_time() - before_cpu_s
+    rss = process.memory_info().rss
+    times = sorted(ray.get(references))
+    # With W at work, a worker's next start comes as the answer of W groups before has gone round.
+    ends = sorted(end for _, end in times)
+    starts = [start for start, _ in times][workers:]
+    turnarounds = sorted(start - end for start, end in zip(starts, ends, strict=False))
+    for stub in stubs:
+        ray.kill(stub)
+    return {
+        "workers": workers,
+        "groups": groups,
+        "driver_cpu_ms_per_group": round(1000 * cpu_s / groups, 3),
+        "groups_per_s": round(groups / wall_s, 1),
+        "turnaround_ms_median": round(1000 * median(turnarounds), 2),
+        "turnaround_ms_p99": round(1000 * turnarounds[int(0.99 * len(turnarounds))], 2),
+        "memory_kib_per_group": round((rss - before_rss) / groups / 1024, 2),
+        "driver_rss_gib": round(rss / GIB, 3),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--groups", type=int, default=10_000)
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--rate", type=float, default=200.0, help="groups a second, offered")
+    parser.add_argument("--iteration-s", type=float, default=100.0, help="of a true-size iteration")
+    parser.add_argument("--iteration-groups", type=int, default=16, help="prompts in it")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+        logging_level="ERROR",
+    )  # fmt: skip
+    settings = ROOT / "configs" / "quickstart.yaml"
+    bench(8, 500, options.rate, settings)  # Ray's first calls cost more.
+    rows = [bench(workers, options.groups, options.rate, settings) for workers in options.workers]
+    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(f"{value:g}" for value in row.values()) + " |")
+    costs = [row["driver_cpu_ms_per_group"] for row in rows]
+    share = max(costs) / 1000 * options.iteration_groups / options.iteration_s
+    print(
+        f"largest to smallest cost: {max(costs) / min(costs):.2f}; share of an iteration of "
+        f"{options.iteration_groups} prompts and {options.iteration_s:g} s: {100 * share:.4f} %"
+    )
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "iteration_share": share}, indent=1))
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

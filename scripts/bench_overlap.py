@@ -1,0 +1,118 @@
+"""``pipeline: one_step_off`` against ``sync`` on the tiny model: time and rewards.
+
+    python scripts/bench_overlap.py --iterations 30 --seeds 0 1 2 --json overlap.json
+
+One rollout worker and one learner rank, a core each, and a recipe in which both take about as long
+(Flow-GRPO: each member has its own trajectory, which the learner has to walk, too). Runs of the two
+pipelines alternate, so that a busy machine slows both down alike.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from g2rpo_ray.config import config_from_dict, load_config, save_config
+from g2rpo_ray.tracking.metrics import read_metrics
+
+ROOT = Path(__file__).parents[1]
+PIPELINES = ("sync", "one_step_off")
+WARM_UP = 3
+"""Iterations that are left out of the times."""
+
+
+def train(folder: Path, pipeline: str, seed: int, iterations: int, trained_steps: int) -> Path:
+    """A run of its own process; gives its folder."""
+    run_dir = folder / f"{pipeline}_{seed}"
+    config = load_config(
+        ROOT / "configs" / "quickstart.yaml",
+        [
+            f"run_dir={run_dir}",
+            f"pipeline={pipeline}",
+            f"seed={seed}",
+            f"iterations={iterations}",
+            "algorithm=flow_grpo",
+            "flow_grpo.trained_steps=first",
+            f"flow_grpo.first={trained_steps}",
+            "evaluation.every=0",
+            "evaluation.prompts=64",
+            "checkpoint.every=1000",
+            "checkpoint.snapshot_every=0",
+            "rollout.workers=1",
+            "learner.ranks=1",
+            "tracking.tensorboard=false",
+            "cluster.dashboard=false",
+        ],
+    ).model_dump()
+    config["rewards"].pop("hps")
+    settings = folder / f"{run_dir.name}.yaml"
+    save_config(config_from_dict(config, source="bench_overlap"), settings)
+    with (folder / f"{run_dir.name}.log").open("w") as log:
+        subprocess.run(
+            [sys.executable, "-m", "g2rpo_ray.cli", "train", str(settings)],
+            check=True,
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    return run_dir
+
+
+def measure(run_dir: Path) -> dict[str, Any]:
+    """Medians over the iterations, and the held-out reward before and after."""
+    records = [r for r in read_metrics(run_dir) if r["kind"] == "train"][WARM_UP:]
+    names = ("time/iteration_s", "time/generate_s", "time/learn_s", "idle/rollout", "idle/learner")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {
+        **{name: round(median(r[name] for r in records), 3) for name in names},
+        "staleness": max(r["rollout/staleness"] for r in records),
+        "reward": summary["heldout"]["clip"]["after"],
+        "reward_before": summary["heldout"]["clip"]["before"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--trained-steps", type=int, default=2, help="more make the learner slower")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="g2rpo-overlap-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[dict[str, Any]]] = {pipeline: [] for pipeline in PIPELINES}
+    for seed in options.seeds:
+        for pipeline in PIPELINES:
+            run_dir = train(folder, pipeline, seed, options.iterations, options.trained_steps)
+            found[pipeline].append(measure(run_dir))
+            print(pipeline, seed, found[pipeline][-1], flush=True)
+    ratios = [
+        a["time/iteration_s"] / b["time/iteration_s"]
+        for a, b in zip(found["sync"], found["one_step_off"], strict=True)
+    ]
+    rewards = {name: [run["reward"] for run in runs] for name, runs in found.items()}
+    result = {
+        "throughput_ratio": round(median(ratios), 2),
+        "throughput_ratios": [round(ratio, 2) for ratio in ratios],
+        "reward": {
+            name: {
+                "mean": round(fmean(values), 4),
+                "spread": round(stdev(values), 4) if len(values) > 1 else None,
+            }
+            for name, values in rewards.items()
+        },
+        "runs": found,
+    }
+    print(json.dumps({k: v for k, v in result.items() if k != "runs"}, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,426 @@
+"""Kill and freeze the roles of a tiny training run, again and again, and compare with a quiet one.
+
+    python scripts/soak.py --faults 100 --json soak.json
+
+A Ray cluster of two raylets is started on this machine, and ``g2rpo train`` on it. Faults come one
+after another, from a seed; the next one as soon as the run has made an iteration after the last. At
+the end the run is stopped with SIGTERM, resumed to its end, and compared with a run of as many
+iterations that nobody disturbed: weights checksum, groups, and what is left behind.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+from g2rpo_ray.config import Config, config_from_dict, load_config, save_config
+from g2rpo_ray.tracking.metrics import read_metrics
+
+ROOT = Path(__file__).parents[1]
+KINDS = {
+    "worker_kill": 42,
+    "worker_freeze": 9,
+    "replica_kill": 20,
+    "replica_freeze": 3,
+    "rank_kill": 14,
+    "rank_freeze": 3,
+    "driver_kill": 5,
+    "raylet_kill": 4,
+}
+"""Kind of fault -> how often, of 100."""
+TITLES = {"worker": "ray::RolloutActor", "replica": "ray::ServeReplica", "rank": "ray::Learner"}
+RECOVERY_LIMIT_S = 300.0
+CPUS = 1
+"""Of each of the two nodes; the roles take a quarter each, and there are five."""
+SETTINGS = [
+    "sampling.steps=3",
+    "sampling.members=2",
+    "sampling.prompts_per_iteration=2",
+    "g2rpo.sde_steps=[0]",
+    "g2rpo.granularities=[1]",
+    "evaluation.prompts=1",
+    "evaluation.steps=2",
+    "evaluation.every=0",
+    "checkpoint.every=1000",
+    "tracking.tensorboard=false",
+    "rollout.workers=2",
+    "rollout.cpus_per_worker=0.25",
+    "rollout.timeout_s=30",
+    "rollout.min_deadline_s=15",
+    "rollout.attempts=50",
+    "learner.ranks=2",
+    "learner.cpus_per_rank=0.25",
+    "learner.timeout_s=30",
+    "learner.min_deadline_s=8",
+    "learner.max_failures=1000",
+    "weight_sync.timeout_s=10",
+    "cluster.dashboard=false",
+    "cluster.start_timeout_s=120",
+]
+
+
+def soak_config(run_dir: Path, address: str, iterations: int) -> Config:
+    """The quickstart, made as small as it gets."""
+    overrides = [f"run_dir={run_dir}", f"cluster.address={address}", f"iterations={iterations}"]
+    config = load_config(ROOT / "configs" / "quickstart.yaml", [*SETTINGS, *overrides])
+    tree = config.model_dump()
+    reward = tree["rewards"]["clip"] | {
+        "cpus_per_replica": 0.25,
+        "timeout_s": 60.0,
+        "health_timeout_s": 12.0,
+    }
+    tree["rewards"] = {"clip": reward}
+    return config_from_dict(tree, source="soak")
+
+
+@dataclass
+class Fault:
+    """One fault and what became of it."""
+
+    kind: str
+    iteration: int
+    recovery_s: float | None = None
+    """From the fault until an iteration that began after it was on record."""
+
+
+@dataclass
+class Nodes:
+    """A head and a second raylet on this machine."""
+
+    cluster: Cluster = field(
+        default_factory=lambda: Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": CPUS, "include_dashboard": False},
+        )
+    )
+    second: Any = None
+
+    def add_second(self) -> None:
+        self.second = self.cluster.add_node(num_cpus=CPUS)
+
+    def kill_second(self) -> None:
+        """Power loss: raylet, its agents and all its workers at once."""
+        raylet = self.second.all_processes["raylet"][0].process.pid
+        victims = [psutil.Process(raylet), *psutil.Process(raylet).children(recursive=True)]
+        for process in victims:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.cluster.remove_node(self.second, allow_graceful=False)
+
+    def workers(self, title: str) -> list[psutil.Process]:
+        """Processes of a role, by Ray's title for them."""
+        found = []
+        for node in [self.cluster.head_node, self.second]:
+            with suppress(psutil.NoSuchProcess):
+                raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+                for process in raylet.children(recursive=True):
+                    with suppress(psutil.NoSuchProcess):
+                        if " ".join(process.cmdline()).startswith(title):
+                            found.append(process)
+        return found
+
+
+class Driver:
+    """``g2rpo train`` as a process, started again where it was left."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.folder, self.run_dir = folder, Path(config.run_dir)
+        self.lives = 0
+        save_config(config, folder / f"{self.run_dir.name}.yaml")
+        self.start()
+
+    def start(self, *overrides: str) -> None:
+        self.lives += 1
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_ADDRESS")}
+        with (self.folder / f"{self.run_dir.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "g2rpo_ray.cli", "train", f"{self.run_dir.name}.yaml",
+                 "--resume", "auto", *overrides],
+                cwd=self.folder,
+                env=environment | {"PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def iterations(self) -> int:
+        """Iterations on record."""
+        return max((record["iteration"] for record in read_metrics(self.run_dir)), default=0)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / f"{self.run_dir.name}.log").read_text(errors="replace")
+
+
+class Soak:
+    """Injects faults into a run, and looks at it until it goes on."""
+
+    def __init__(self, folder: Path, nodes: Nodes, seed: int, address: str) -> None:
+        self.folder, self.nodes, self.address = folder, nodes, address
+        self.chance = random.Random(seed)
+        self.faults: list[Fault] = []
+
+    def disturb(self, count: int, out_of_time: Callable[[], bool]) -> Driver:
+        """A run with faults in it; stopped by SIGTERM after the last."""
+        config = soak_config(self.folder / "disturbed", self.address, 100_000)
+        driver = Driver(self.folder, config)
+        wait_for(lambda: self.moved(driver, 0), RECOVERY_LIMIT_S, "the first iteration")
+        for kind in self.plan(count):
+            if out_of_time():
+                print(f"out of time after {len(self.faults)} faults", flush=True)
+                break
+            fault = Fault(kind, driver.iterations())
+            started_s = time.monotonic()
+            victim = self.inject(kind, driver)
+            self.faults.append(fault)
+            wait_for(
+                partial(self.moved, driver, fault.iteration + 1),
+                RECOVERY_LIMIT_S,
+                f"a whole iteration after {kind}",
+            )
+            fault.recovery_s = time.monotonic() - started_s
+            print(
+                f"{len(self.faults)}/{count} {kind} ({victim}) in iteration {fault.iteration + 1}: "
+                f"{fault.recovery_s:.1f} s",
+                flush=True,
+            )
+        return driver
+
+    def plan(self, count: int) -> list[str]:
+        """As many faults of each kind as their shares say, shuffled."""
+        kinds = [kind for kind, share in KINDS.items() for _ in range(share)]
+        self.chance.shuffle(kinds)
+        some_of_each = list(KINDS)
+        self.chance.shuffle(some_of_each)
+        rest = Counter(kinds) - Counter(some_of_each)
+        plan = [*some_of_each, *(k for k in self.shuffled(rest))]
+        while len(plan) < count:
+            plan += kinds
+        return plan[:count]
+
+    def shuffled(self, counts: Counter[str]) -> list[str]:
+        kinds = sorted(counts.elements())
+        self.chance.shuffle(kinds)
+        return kinds
+
+    def inject(self, kind: str, driver: Driver) -> str:
+        role, _, deed = kind.partition("_")
+        if role == "raylet":
+            self.nodes.kill_second()
+            self.nodes.add_second()
+            return "second raylet"
+        if role == "driver":
+            os.killpg(driver.process.pid, signal.SIGKILL)
+            driver.process.wait()
+            driver.start()
+            return f"pid {driver.process.pid}"
+        victims: list[psutil.Process] = []
+
+        def find() -> bool:
+            victims[:] = self.nodes.workers(TITLES[role])
+            return bool(victims)
+
+        wait_for(find, RECOVERY_LIMIT_S, f"a {role}")
+        # At any moment of an iteration.
+        time.sleep(self.chance.random())
+        victim = self.chance.choice(victims)
+        with suppress(psutil.NoSuchProcess):
+            victim.send_signal(signal.SIGKILL if deed == "kill" else signal.SIGSTOP)
+        return f"pid {victim.pid}"
+
+    def moved(self, driver: Driver, iteration: int) -> bool:
+        """Whether the run has gone beyond an iteration; a driver that ended is started again."""
+        code = driver.process.poll()
+        if code is not None:
+            print(f"the driver ended with {code}: started again", flush=True)
+            driver.start()
+        return driver.iterations() > iteration
+
+
+def wait_for(condition: Callable[[], bool], limit_s: float, what: str) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"waited {limit_s:g} s for {what}")
+        time.sleep(0.1)
+
+
+def stop(driver: Driver) -> dict[str, float]:
+    """SIGTERM, as a scheduler sends it; says how long the end took."""
+    started_s = time.monotonic()
+    driver.process.send_signal(signal.SIGTERM)
+    code = driver.process.wait(RECOVERY_LIMIT_S)
+    return {"exit_code": code, "seconds": round(time.monotonic() - started_s, 1)}
+
+
+def groups_of(run_dir: Path, iterations: int, expected: int) -> dict[str, int]:
+    """Groups that are missing from the record, and those counted twice."""
+    lost = doubled = 0
+    by_iteration: dict[int, list[int]] = {}
+    for record in read_metrics(run_dir):
+        if record["kind"] == "train":
+            by_iteration.setdefault(record["iteration"], []).append(record["groups/trained"])
+    for iteration in range(1, iterations + 1):
+        trained = sum(by_iteration.get(iteration, []))
+        lost += max(0, expected - trained)
+        doubled += max(0, trained - expected)
+    return {"groups_lost": lost, "groups_doubled": doubled}
+
+
+def left_behind(nodes: Nodes, address: str) -> dict[str, list[str]]:
+    """What a finished run has left on the cluster."""
+    from ray import serve
+
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    try:
+        actors = [
+            f"{actor['ActorClassName']} {actor['State']}"
+            for actor in ray._private.state.actors().values()
+            if actor["State"] != "DEAD" and not actor["ActorClassName"].startswith("Serve")
+        ]
+        groups = [
+            entry["name"] or entry["placement_group_id"]
+            for entry in ray.util.placement_group_table().values()
+            if entry["state"] != "REMOVED"
+        ]
+        applications = list(serve.status().applications)
+    finally:
+        ray.shutdown()
+    processes = [
+        f"{process.pid} {' '.join(process.cmdline())}"
+        for title in TITLES.values()
+        for process in nodes.workers(title)
+    ]
+    return {
+        "actors": actors,
+        "placement_groups": groups,
+        "serve_applications": applications,
+        "processes": processes,
+    }
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def held_by_living(names: set[str]) -> set[str]:
+    """Those of the files that some process has open or mapped: others' runs beside this one."""
+    held = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            maps = (process / "maps").read_text()
+            held |= {name for name in names if f"/dev/shm/{name}" in maps}
+        with suppress(OSError):
+            links = {str(link.readlink()) for link in (process / "fd").iterdir()}
+            held |= {name for name in names if f"/dev/shm/{name}" in links}
+    return held
+
+
+def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
+    started_s = time.monotonic()
+    shared_before = shared_memory()
+    nodes = Nodes()
+    nodes.add_second()
+    address = nodes.cluster.address
+    soak = Soak(folder, nodes, seed, address)
+    try:
+        driver = soak.disturb(count, lambda: time.monotonic() - started_s > limit_s)
+        disturbed_s = time.monotonic() - started_s
+        stopped = stop(driver)
+        iterations = driver.iterations() + 1
+        print(f"SIGTERM: {stopped}; now to the end, {iterations} iterations", flush=True)
+        driver.start(f"iterations={iterations}")
+        driver.process.wait(RECOVERY_LIMIT_S)
+        disturbed = json.loads((driver.run_dir / "summary.json").read_text())
+        leaks = left_behind(nodes, address)
+        quiet = Driver(folder, soak_config(folder / "quiet", address, iterations))
+        quiet.process.wait(RECOVERY_LIMIT_S + 20 * iterations)
+        reference = json.loads((quiet.run_dir / "summary.json").read_text())
+    finally:
+        ours = [
+            node.all_processes["raylet"][0].process.pid
+            for node in (nodes.cluster.head_node, nodes.second)
+        ]
+        children = [
+            child for pid in ours if psutil.pid_exists(pid)
+            for child in psutil.Process(pid).children(recursive=True)
+        ]  # fmt: skip
+        nodes.cluster.shutdown()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    leaks["processes_after_shutdown"] = [str(process) for process in alive]
+    new = shared_memory() - shared_before
+    leaks["shared_memory"] = sorted(new - held_by_living(new))
+    expected = 2  # prompts an iteration x one SDE step
+    recovery: dict[str, list[float]] = {}
+    for fault in soak.faults:
+        recovery.setdefault(fault.kind, []).append(fault.recovery_s or 0.0)
+    return {
+        "faults": len(soak.faults),
+        "faults_by_kind": dict(sorted(Counter(fault.kind for fault in soak.faults).items())),
+        "checksum_equal": disturbed["weights_checksum"] == reference["weights_checksum"],
+        "checksum": disturbed["weights_checksum"],
+        "evaluations_equal": disturbed["evaluations"] == reference["evaluations"],
+        "iterations": iterations,
+        **groups_of(driver.run_dir, iterations, expected),
+        "recovery_s": {
+            kind: {
+                "median": round(median(seconds), 1),
+                "max": round(max(seconds), 1),
+            }
+            for kind, seconds in sorted(recovery.items())
+        },
+        "sigterm": stopped,
+        "driver_lives": driver.lives,
+        "leaks": leaks,
+        "leaked": sum(len(found) for found in leaks.values()),
+        "disturbed_s": round(disturbed_s, 1),
+        "total_s": round(time.monotonic() - started_s, 1),
+        "seed": seed,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the report here, too")
+    parser.add_argument("--folder", type=Path, help="keep runs and logs here")
+    parser.add_argument("--limit-s", type=float, default=7200.0, help="begin no fault after this")
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="g2rpo-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    result = run(options.faults, options.seed, folder.resolve(), options.limit_s)
+    print(json.dumps(result, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    good = (
+        result["checksum_equal"]
+        and result["groups_lost"] == result["groups_doubled"] == 0
+        and result["leaked"] == 0
+    )
+    if good and options.folder is None:
+        shutil.rmtree(folder)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""A short soak: every kind of fault once, and the same weights as a run that nobody disturbed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 500.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
+    report = tmp_path / "soak.json"
+    soak = subprocess.run(
+        [sys.executable, "scripts/soak.py", "--faults", "6", "--json", str(report),
+         "--folder", str(tmp_path / "runs"), "--limit-s", "150"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+    assert soak.returncode == 0, soak.stdout + soak.stderr
+    result = json.loads(report.read_text())
+    assert result["faults"] >= 3, "too few faults in the time"
+    assert result["checksum_equal"]
+    assert (result["groups_lost"], result["groups_doubled"]) == (0, 0)
+    assert result["evaluations_equal"], "a network evaluation was counted twice, or not at all"
+    assert result["sigterm"]["exit_code"] == 85
+    assert not any(result["leaks"].values()), result["leaks"]

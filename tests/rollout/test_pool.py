@@ -1,0 +1,254 @@
+"""RolloutPool over real actors without a model: what is lost is replaced, and nothing is wrong."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.rollout.crew import NODE_FAILURES, RolloutError, RolloutStartError
+from g2rpo_ray.rollout.pool import RolloutPool
+from g2rpo_ray.rollout.worker import BrokenLatentsError, RolloutSummary
+from g2rpo_ray.weight_sync import SyncReport, WeightSyncError
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class StubWorker:
+    """Answers as a RolloutWorker would, and misbehaves as the prompt says, once or always."""
+
+    def start(self, _config: Config, scoring: Path, _number: int) -> None:
+        self.folder, self.weight_version = scoring, 0
+        if (self.folder / "no start").exists():
+            raise FileNotFoundError("no model here")
+
+    def receive_weights(self, version: int) -> int:
+        self.weight_version = version
+        return version + int(self.once("garble"))
+
+    def rollout(self, prompt: str, group_id: int, _iteration: int) -> tuple[RolloutSummary, str]:
+        *always, wish = prompt.split()
+        broken = 0
+        if not always and not self.once(f"{wish} {group_id}"):
+            wish = "well"
+        if wish == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if wish == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if wish == "raise":
+            raise ArithmeticError("a broken card")
+        if wish == "nan":
+            raise BrokenLatentsError("latents are not finite")
+        if wish == "dropped":
+            broken = 1
+        if wish == "slow":
+            time.sleep(1.0)
+        with (self.folder / "done").open("a") as log:
+            print(os.getpid(), group_id, self.weight_version, file=log)
+        answered = group_id + (wish == "other")
+        version = self.weight_version - (wish == "stale")
+        summary = RolloutSummary(
+            answered, version, 1, 1, {}, {}, {}, {}, [], [], 0.0, [], broken_pictures=broken
+        )
+        return summary, f"group {group_id}"
+
+    def once(self, name: str) -> bool:
+        """True for whoever asks first."""
+        try:
+            (self.folder / name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return name != "garble" or (self.folder / "may garble").exists()
+
+
+Pools = Callable[..., RolloutPool]
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def pools(tmp_path: Path, told: list[str]) -> Iterator[Pools]:
+    made: list[RolloutPool] = []
+
+    def hire(_avoided: Sequence[str]) -> Any:
+        return ray.remote(StubWorker).options(num_cpus=0.25).remote()
+
+    def make(*overrides: str, **options: Any) -> RolloutPool:
+        config = tiny_config(
+            tmp_path / "run", "rollout.timeout_s=6", "rollout.min_deadline_s=3", *overrides
+        )
+        options = {"hire": hire} | options
+        made.append(RolloutPool(config, tmp_path, told.append, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def generate(pool: RolloutPool, *prompts: str) -> tuple[list[int], list[str]]:
+    refs = [ray.put(prompt) for prompt in prompts]
+    summaries, groups = pool.generate(refs, 3, lambda *_: None)
+    return [summary.group_id for summary in summaries], ray.get(groups)
+
+
+def expected(count: int) -> tuple[list[int], list[str]]:
+    ids = [3 * count + slot for slot in range(count)]
+    return ids, [f"group {number}" for number in ids]
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        ("die", "died"),
+        ("freeze", "does not answer"),
+        ("raise", "ArithmeticError: a broken card"),
+        ("nan", "BrokenLatentsError"),
+        ("dropped", "gave 1 pictures whose latents are not finite"),
+        ("other", "answered with group"),
+        ("stale", "drew with weights -1, not 0"),
+    ],
+)
+def test_a_worker_that_fails_is_replaced_and_its_group_drawn_elsewhere(
+    pools: Pools, told: list[str], wish: str, said: str
+) -> None:
+    pool = pools("rollout.workers=2")
+    pool.wait_until_ready()
+    assert generate(pool, "well", wish, "well", "well") == expected(4)
+    assert (pool.replacements, pool.repeats) == (1, 1)
+    assert said in " ".join(told)
+
+
+def test_a_group_that_fails_everywhere_stops_the_run_with_the_log(
+    pools: Pools, told: list[str]
+) -> None:
+    pool = pools("rollout.workers=2", "rollout.attempts=2")
+    with pytest.raises(RolloutError, match=r"failed on 2 workers \(rollout.attempts\)"):
+        generate(pool, "always die", "well")
+    assert "node's memory now" in told[-1]
+
+
+def test_broken_latents_of_two_workers_are_the_weights_fault(pools: Pools) -> None:
+    pool = pools("rollout.workers=2")
+    with pytest.raises(RolloutError, match="latents are not finite"):
+        generate(pool, "always nan", "well")
+    assert pool.replacements == 1
+
+
+def test_the_others_do_not_wait_for_a_dead_worker(pools: Pools) -> None:
+    hired = 0
+
+    def hire(_avoided: Sequence[str]) -> Any:
+        nonlocal hired
+        hired += 1
+        # There is never room for a replacement.
+        return ray.remote(StubWorker).options(num_cpus=0.25 if hired <= 2 else 1000).remote()
+
+    pool = pools("rollout.workers=2", hire=hire)
+    pool.wait_until_ready()
+    assert generate(pool, "die", *["well"] * 6) == expected(7)
+    assert hired > 2
+    assert len(pool.workers) == 1
+
+
+def send(workers: Sequence[Any], version: int = 5) -> SyncReport:
+    answers = ray.get([worker.receive_weights.remote(version) for worker in workers])
+    wrong = [place for place, answer in enumerate(answers) if answer != version]
+    if wrong:
+        raise WeightSyncError("another checksum", wrong)
+    return SyncReport(version, 1, 1, "")
+
+
+def test_a_replacement_has_the_current_weights_before_its_first_work(
+    pools: Pools, tmp_path: Path
+) -> None:
+    pool = pools("rollout.workers=1")
+    pool.wait_until_ready()
+    pool.sync(send)
+    assert generate(pool, "die", "well") == expected(2)
+    assert [line.split()[2] for line in (tmp_path / "done").read_text().splitlines()] == ["5", "5"]
+
+
+def test_a_worker_with_a_wrong_checksum_is_replaced(
+    pools: Pools, told: list[str], tmp_path: Path
+) -> None:
+    pool = pools("rollout.workers=2")
+    pool.wait_until_ready()
+    (tmp_path / "may garble").touch()
+    assert pool.sync(send).version == 5
+    assert "another checksum" in told[0]
+    assert generate(pool, "well", "well") == expected(2)
+
+
+def test_a_sync_that_nobody_can_be_blamed_for_stops_the_run(pools: Pools) -> None:
+    pool = pools("rollout.workers=1")
+    pool.wait_until_ready()
+
+    def fail(_workers: Sequence[Any]) -> SyncReport:
+        raise WeightSyncError("sent no tensor")
+
+    with pytest.raises(WeightSyncError, match="sent no tensor"):
+        pool.sync(fail)
+    assert pool.replacements == 0
+
+
+def test_workers_that_find_no_place_are_named_with_what_is_free(pools: Pools) -> None:
+    def nowhere(_avoided: Sequence[str]) -> Any:
+        return ray.remote(StubWorker).options(num_cpus=1000).remote()
+
+    pool = pools("rollout.workers=2", "cluster.start_timeout_s=2", hire=nowhere)
+    with pytest.raises(RolloutStartError) as caught:
+        pool.wait_until_ready()
+    assert "2 rollout workers are wanted" in str(caught.value)
+    assert "2 placing" in str(caught.value)
+    assert "Free by node" in str(caught.value)
+
+
+def test_too_few_workers_for_too_long_stop_the_run(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("g2rpo_ray.rollout.crew.LONGEST_PAUSE_S", 1.0)
+    pool = pools("rollout.workers=1", "cluster.start_timeout_s=2")
+    pool.wait_until_ready()
+    (tmp_path / "no start").touch()
+    with pytest.raises(RolloutError, match="1 rollout workers are wanted"):
+        generate(pool, "die", "well")
+
+
+def test_a_node_where_workers_keep_failing_is_avoided_unless_it_is_the_last(pools: Pools) -> None:
+    asked: list[list[str]] = []
+
+    def hire(avoided: Sequence[str]) -> Any:
+        asked.append(list(avoided))
+        return ray.remote(StubWorker).options(num_cpus=0.25).remote()
+
+    pool = pools("rollout.workers=1", hire=hire)
+    pool.wait_until_ready()
+    (here,) = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    pool._crew._node_failures["bad"] = NODE_FAILURES
+    generate(pool, "die", "well")
+    assert asked == [[], ["bad"]]
+    pool._crew._node_failures[here] = NODE_FAILURES
+    assert pool._crew._avoided() == []
+
+
+def test_new_workers_join_up_to_the_maximum_and_get_work(pools: Pools, tmp_path: Path) -> None:
+    pool = pools("rollout.workers=1", "rollout.max_workers=3")
+    pool.wait_until_ready()
+    deadline_s = time.monotonic() + 120
+    while len(pool.workers) < 3:
+        generate(pool, "slow")
+        assert time.monotonic() < deadline_s
+    (tmp_path / "done").unlink()
+    generate(pool, *["slow"] * 6)
+    assert len({line.split()[0] for line in (tmp_path / "done").read_text().splitlines()}) == 3
+    assert pool.replacements == 0
