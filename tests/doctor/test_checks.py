@@ -63,6 +63,8 @@ def test_versions_and_source_that_differ() -> None:
     [
         (8.0, FACTS, Level.FAIL, "Ray counts 8 GPUs and nvidia-smi shows 2"),
         (1.0, replace(FACTS, gpus=None), Level.FAIL, "Ray counts 1 GPUs and nvidia-smi shows 0"),
+        (2.0, replace(FACTS, versions=FACTS.versions | {"cuda": "none"}), Level.FAIL,
+         "torch is built without CUDA"),
         (2.0, replace(FACTS, gpus=[H100, replace(H100, used_mib=40960)]), Level.WARN,
          "in use on cards that are free to Ray (1: 40.0 GiB)"),
         (2.0, replace(FACTS, memory_free_gib=5.0), Level.WARN, "5.0 of 100.0 GiB free"),

@@ -30,6 +30,9 @@ def _gpus(name: str, node: Node, facts: NodeFacts) -> list[Finding]:
                 "the node or restart Ray there",
             )
         ]
+    if rays and facts.versions["cuda"] == "none":
+        remedy = "install the CUDA build of torch there (constraints.txt), and restart Ray"
+        return [fail("gpus", f"{name}: there are GPUs, and torch is built without CUDA", remedy)]
     if not gpus:
         return [ok("gpus", f"{name}: none")]
     kinds = ", ".join(sorted({f"{gpu.name} {gpu.total_mib / 1024:.0f} GiB" for gpu in gpus}))
