@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from g2rpo_ray.cluster import (
     Node,
+    encoder_demand,
     learner_demand,
     overview,
     reward_demands,
@@ -16,7 +17,12 @@ from g2rpo_ray.doctor.report import Finding, fail, ok, warn
 
 def check_room(config: Config, nodes: Sequence[Node]) -> list[Finding]:
     """What ``g2rpo train`` would wait for."""
-    demands = [rollout_demand(config), learner_demand(config), *reward_demands(config)]
+    demands = [
+        rollout_demand(config),
+        learner_demand(config),
+        *reward_demands(config),
+        *encoder_demand(config),
+    ]
     what = overview(demands, nodes)
     if len(nodes) < config.cluster.min_nodes:
         remedy = "see why 'ray start' failed on the others, or lower cluster.min_nodes"
