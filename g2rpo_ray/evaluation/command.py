@@ -113,7 +113,8 @@ def _request(
         },
         "prompts": {str(number): text for number, text in prompts},
         "pictures_per_prompt": config.evaluation.pictures_per_prompt,
-        "model": config.model.model_dump(mode="json"),
+        # Without defaults: a setting that a later version adds does not end what was begun.
+        "model": config.model.model_dump(mode="json", exclude_defaults=True),
         "sampling": {
             key: getattr(config.sampling, key)
             for key in ("height", "width", "schedule", "shift", "guidance")

@@ -18,6 +18,8 @@ from g2rpo_ray.tracking.formatting import NOTHING
 from g2rpo_ray.tracking.sinks import replace_text
 from g2rpo_ray.tracking.style import CSS
 
+PICTURES_A_LINE = 4
+"""Pictures of a prompt beside each other; more go below."""
 PIXELATED_BELOW = 200
 """Pictures smaller than this are enlarged with sharp pixels instead of a blur."""
 
@@ -153,9 +155,11 @@ def _figure(
         f"{_number(means[name])}</td></tr>"
         for name in columns
     )
+    columns_shown = min(len(record.files), PICTURES_A_LINE)
     return (
         f'<div class="row" data-steps="{row.steps}"><span class="soft">{escape(_label(row))}</span>'
-        f'<div class="pictures">{pictures}</div><table><tbody>{cells}</tbody></table></div>'
+        f'<div class="pictures" style="--columns: {columns_shown}">{pictures}</div>'
+        f"<table><tbody>{cells}</tbody></table></div>"
     )
 
 
@@ -193,7 +197,7 @@ _STYLE = """
   overflow-wrap: anywhere; }
 .rows { display: flex; flex-wrap: wrap; gap: 16px; }
 .row { flex: 1 1 220px; max-width: 420px; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(90px, 1fr)); gap: 4px; }
+.pictures { display: grid; grid-template-columns: repeat(var(--columns), 1fr); gap: 4px; }
 .pictures img { width: 100%; aspect-ratio: var(--aspect, 1); border-radius: 4px; }
 .interval { display: block; color: var(--soft); font-size: 12px; white-space: nowrap; }
 .small img { image-rendering: pixelated; }
