@@ -84,7 +84,8 @@ class Drawing:
         return [p for p in self._prompts if not self.records.has(row.name, p[0])]
 
     def _chunks(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
-        size = PROMPTS_PER_WORKER * len(self.pool.workers)
+        # All workers may be away at the moment, and come back.
+        size = PROMPTS_PER_WORKER * max(1, len(self.pool.workers))
         for first in range(0, len(items), size):
             yield items[first : first + size]
 

@@ -1,0 +1,198 @@
+"""Drawing with the real sampler on the tiny world, Ray left out: weights, hybrids, going on."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.evaluation import draw as draw_module
+from g2rpo_ray.evaluation.draw import Drawing, base_weights
+from g2rpo_ray.evaluation.records import Records
+from g2rpo_ray.evaluation.rows import BASE, EvaluationError, Row, make_rows, parse_weights
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder, write_checkpoint
+from g2rpo_ray.models.weights import load_weights
+from g2rpo_ray.rollout.worker import HeldoutDraw, HeldoutPictures, RolloutWorker
+from tests.tiny import Redness, encode, tiny_config
+
+STEPS, HYBRID, PICTURES = 4, 0.5, 2
+PROMPTS = [(0, "a red circle left of a green triangle"), (1, "a blue square above a yellow circle")]
+
+
+class LocalPool:
+    """A pool of one worker in this process."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self.worker = worker
+        self.workers = [self]
+        self.receive_weights = SimpleNamespace(remote=self._receive)
+        self.loads = 0
+        self.drawn: list[int] = []
+
+    def _receive(self, version: int, weights: dict[str, Tensor]) -> Any:
+        self.loads += 1
+        return self.worker.receive_weights(version, weights)
+
+    def sync(self, send: Any) -> None:
+        send(self.workers)
+
+    def evaluate(
+        self, prompts: Sequence[Any], _: Any, draw: HeldoutDraw, latents: Sequence[Any] = ()
+    ) -> list[HeldoutPictures]:
+        self.drawn += [prompt.prompt_id for prompt in prompts]
+        starts = latents or [None] * len(prompts)
+        return [self.worker.evaluate(p, draw, x) for p, x in zip(prompts, starts, strict=True)]
+
+    def walk(self, prompts: Sequence[Any], _: Any, draw: HeldoutDraw) -> list[Tensor]:
+        return [self.worker.walk(prompt, draw) for prompt in prompts]
+
+
+@pytest.fixture(autouse=True)
+def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = SimpleNamespace(put=lambda value: value, get=lambda value, timeout: value)  # noqa: ARG005
+    monkeypatch.setattr(draw_module, "ray", local)
+    # One prompt between two writes.
+    monkeypatch.setattr(draw_module, "PROMPTS_PER_WORKER", 1)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return tiny_config(
+        tmp_path / "run",
+        f"evaluation.pictures_per_prompt={PICTURES}",
+        "rewards.hps.weight=0",
+    )
+
+
+@pytest.fixture
+def trained(config: Config) -> dict[str, Tensor]:
+    """Other weights than the base model's, in the run's last checkpoint."""
+    weights = {name: tensor * 1.02 for name, tensor in base_weights(config).items()}
+    folder = checkpoint_folder(Path(config.run_dir), 5)
+    info = CheckpointInfo(5, 5, 5, 0, 0.0, "full", config.seed)
+    write_checkpoint(folder, info, {f"weight.{name}": t for name, t in weights.items()})
+    return weights
+
+
+def drawing(config: Config, folder: Path, rows: list[Row], on_progress: Any) -> Drawing:
+    prompts = {p.prompt_id: p for p in encode(config, [text for _, text in PROMPTS])}
+    remote = SimpleNamespace(remote=lambda number, _: prompts[number])
+    pool: Any = LocalPool(RolloutWorker(config, Redness(sorted(config.rewards))))
+    encoder: Any = SimpleNamespace(encode=remote)
+    request = {"rows": {row.name: None for row in rows}}
+    return Drawing(config, encoder, pool, Records(folder, request), on_progress)
+
+
+def rows_of(config: Config) -> list[Row]:
+    return make_rows(parse_weights(config, ["mine=last", BASE]), [STEPS], [HYBRID])
+
+
+def reds(drawn: Drawing, row: Row) -> list[Tensor]:
+    records = drawn.records.of_row(row.name)
+    return [torch.tensor(records[number].scores["clip"]) for number, _ in PROMPTS]
+
+
+def test_each_row_is_drawn_with_its_weights_and_a_hybrid_with_both(
+    config: Config, trained: dict[str, Tensor], tmp_path: Path
+) -> None:
+    base, mine, hybrid = rows = rows_of(config)
+    drawn = drawing(config, tmp_path / "out", rows, lambda *_: None)
+    drawn.run(rows, PROMPTS)
+
+    worker = RolloutWorker(config, Redness(sorted(config.rewards)))
+    prompts = encode(config, [text for _, text in PROMPTS])
+    whole = HeldoutDraw(STEPS, PICTURES)
+    switch = hybrid.hybrid_switch
+    assert switch == 2
+    expected_base = [worker.evaluate(p, whole).scores["clip"] for p in prompts]
+    load_weights(worker.policy, trained)
+    expected_mine = [worker.evaluate(p, whole).scores["clip"] for p in prompts]
+    halfway = [worker.walk(p, HeldoutDraw(STEPS, PICTURES, last=switch)) for p in prompts]
+    load_weights(worker.policy, base_weights(config))
+    rest = HeldoutDraw(STEPS, PICTURES, first=switch)
+    expected_hybrid = [
+        worker.evaluate(p, rest, x).scores["clip"] for p, x in zip(prompts, halfway, strict=True)
+    ]
+    for row, expected in [(base, expected_base), (mine, expected_mine), (hybrid, expected_hybrid)]:
+        for found, wanted in zip(reds(drawn, row), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert not torch.equal(expected_base[0], expected_mine[0])
+    assert not torch.equal(expected_hybrid[0], expected_mine[0])
+    # Trained weights once, the base model's once more for the second parts.
+    assert drawn.pool.loads == 2  # type: ignore[attr-defined]
+
+
+def test_a_walk_in_two_parts_is_the_whole_walk(config: Config) -> None:
+    worker = RolloutWorker(config, Redness(sorted(config.rewards)))
+    prompt = encode(config)[0]
+    whole = worker.walk(prompt, HeldoutDraw(STEPS, PICTURES))
+    half = worker.walk(prompt, HeldoutDraw(STEPS, PICTURES, last=1))
+    assert torch.equal(worker.walk(prompt, HeldoutDraw(STEPS, PICTURES, first=1), half), whole)
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_killed_evaluation_draws_only_what_is_missing(config: Config, tmp_path: Path) -> None:
+    rows = rows_of(config)[:2]
+
+    def kill(done: int, _: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    first = drawing(config, tmp_path / "out", rows, kill)
+    with pytest.raises(KeyboardInterrupt):
+        first.run(rows, PROMPTS)
+    seen: list[int] = []
+    again = drawing(config, tmp_path / "out", rows, lambda done, _: seen.append(done))
+    again.run(rows, PROMPTS)
+    assert again.pool.drawn == [1]  # type: ignore[attr-defined]
+    assert again.pool.loads == 1  # type: ignore[attr-defined]
+    assert (seen[0], seen[-1]) == (3, 4)
+    whole = drawing(config, tmp_path / "whole", rows, lambda *_: None)
+    whole.run(rows, PROMPTS)
+    for row in rows:
+        assert again.records.of_row(row.name) == whole.records.of_row(row.name)
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        (["base", "a=base", "a=last"], "--checkpoint a=last: the label 'a' is taken"),
+        (["my weights=last"], "the label 'my weights' may hold letters"),
+    ],
+)
+def test_labels(config: Config, named: list[str], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        parse_weights(config, named)
+
+
+@pytest.mark.usefixtures("trained")
+def test_weights_of_another_kind_are_refused_with_both_kinds(config: Config) -> None:
+    lora = tiny_config(Path(config.run_dir), "model.lora={rank: 2, alpha: 4.0}")
+    with pytest.raises(EvaluationError, match=r"holds 'full' weights, .* 'lora rank 2 alpha 4'"):
+        parse_weights(lora, ["last"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "hybrids", "message"),
+    [
+        ([10, 0], [], "--steps 0: allowed are 1 or more"),
+        ([10], [0.04], "--hybrid 0.04: of 10 steps it leaves 0 to the trained weights"),
+        ([10], [1.0], "--hybrid 1: of 10 steps it leaves 10"),
+    ],
+)
+def test_steps_and_shares_out_of_range(
+    config: Config, steps: list[int], hybrids: list[float], message: str
+) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        make_rows(parse_weights(config, ["base"]), steps, hybrids)
+
+
+def test_a_run_without_a_checkpoint_is_said(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(EvaluationError, match="the run has no checkpoint yet"):
+        parse_weights(config, [str(tmp_path / "other")])
