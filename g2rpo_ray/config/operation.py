@@ -17,7 +17,7 @@ class EvaluationSection(Section):
     steps: int = Field(28, ge=1)
     """Evaluations of a trajectory: the deployment's number of steps."""
     height: int | None = Field(None, ge=16, multiple_of=16)
-    """Picture height of ``g2rpo evaluate`` and of evaluation workers: the deployment's; none is
+    """Picture height of ``g2rpo evaluate``: the deployment's; none is
     ``sampling.height``."""
     width: int | None = Field(None, ge=16, multiple_of=16)
     """Picture width, likewise."""
