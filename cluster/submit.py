@@ -31,6 +31,9 @@ def main() -> int:
     """Submit, follow, and return the exit code."""
     options = _parse()
     logging.getLogger("ray").setLevel(logging.ERROR)
+    # Ray prefers these variables to the address given, and the job would go to another cluster.
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_API_SERVER_ADDRESS"] = options.address
     try:
         client = JobSubmissionClient(options.address)
         job = client.submit_job(

@@ -130,7 +130,7 @@ def test_nobody_comes_in_without_the_token(cluster: Raylets, token: str) -> None
         (["/no/run.yaml", "/runs/a"], "CONFIG /no/run.yaml: no file inside"),
         (["configs/quickstart.yaml", "runs/a"], "give an absolute path"),
         (["configs/quickstart.yaml", "/runs/a", "--env", "HF_TOKEN"], "looks like a secret"),
-        (["configs/quickstart.yaml", "/runs/a", "--address", "http://127.0.0.1:1"],
+        (["configs/quickstart.yaml", "/dev/null/a", "--address", "http://127.0.0.1:1"],
          "not submitted to http://127.0.0.1:1"),
     ],
 )  # fmt: skip
