@@ -65,6 +65,7 @@ def _sample(options: argparse.Namespace) -> None:
         seed=options.seed,
         folder=options.out,
         trained_steps=options.trained_steps,
+        average=options.average,
     ):
         print(path)
 
@@ -77,6 +78,7 @@ def _export(options: argparse.Namespace) -> None:
         checkpoint=options.checkpoint,
         folder=options.to,
         merge=options.merged,
+        average=options.average,
         max_shard_size=options.max_shard_size,
     )
     print(f"{form}, read back and compared: {options.to}")
@@ -205,6 +207,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--max-shard-size", default="10GB", help="of a transformer's file (10GB)")
     export.set_defaults(run=_export)
+    for command in (sample, export):
+        command.add_argument(
+            "--average",
+            action="store_true",
+            help="of a checkpoint: the weights' moving average (learner.ema_decay)",
+        )
 
     evaluate = commands.add_parser("evaluate", help="compare weights on held-out prompts")
     evaluate.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run with the settings")
@@ -300,9 +308,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         default="last",
-        metavar="last|base|PATH",
-        help="weights: the run's last checkpoint (default), the base model, or one checkpoint; "
-        "sample takes exported and published weights, too",
+        metavar="last|best|base|PATH",
+        help="weights: the run's last checkpoint (default), its best, the base model, or one "
+        "checkpoint; sample takes exported and published weights, too",
     )
 
 

@@ -216,6 +216,7 @@ class TrainingLoop:
             self.state,
             iteration=drawn.iteration + 1,
             weight_version=self.roles.learner.version,
+            score=None,
             updates=self.state.updates + len(update.grad_norms),
             evaluations=self.state.evaluations + sum(s.evaluations for s in drawn.summaries),
             train_s=self.state.train_s + time.perf_counter() - started_s,
@@ -234,7 +235,9 @@ class TrainingLoop:
         with self.phase("evaluate"):
             prompts = self.encode(heldout_prompts)
             results = self.roles.pool.evaluate(prompts, self.on_wait)
-        self.log.record(self.state.iteration, heldout_metrics(results))
+        means = heldout_metrics(results)
+        self.log.record(self.state.iteration, means)
+        self.state = replace(self.state, score=means.get(f"heldout/{self.config.checkpoint.best}"))
         shown = evenly(results, self.config.evaluation.pictures_shown)
         save_heldout(self.run_folder, self.state.iteration, shown)
         self.log.pictures(

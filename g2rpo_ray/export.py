@@ -11,6 +11,7 @@ from g2rpo_ray import __version__
 from g2rpo_ray.config import Config
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.learner.checkpoint import CheckpointInfo, read_info, read_weights
+from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import DTYPES, check_model_folder, load_part
 from g2rpo_ray.models.saving import (
     ADAPTER_FILE,
@@ -19,7 +20,7 @@ from g2rpo_ray.models.saving import (
     save_adapter,
     save_transformer,
 )
-from g2rpo_ray.models.weights import WeightMismatchError
+from g2rpo_ray.models.weights import WeightMismatchError, load_weights
 from g2rpo_ray.run import checkpoint_named, heldout_before_after
 
 Form = Literal["adapter", "merged", "full"]
@@ -36,6 +37,7 @@ def export(
     checkpoint: str,
     folder: Path,
     merge: bool = False,
+    average: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> Form:
     """Write ``folder``, which must not be there yet: whole or not at all.
@@ -47,6 +49,7 @@ def export(
 
     Args:
         checkpoint: ``last``, ``best``, or the folder of a checkpoint.
+        average: the moving average of the weights (``learner.ema_decay``) instead of the last.
 
     Raises:
         ExportError: the folder is there already, or cannot be written.
@@ -66,7 +69,7 @@ def export(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        write(config, source, temporary, max_shard_size)
+        write(config, source, temporary, average, max_shard_size)
         card = model_card(config, read_info(source), form)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         temporary.rename(target)
@@ -77,27 +80,27 @@ def export(
     return form
 
 
-def _write_adapter(config: Config, source: Path, folder: Path, _max_shard_size: str) -> None:
+def _write_adapter(
+    config: Config, source: Path, folder: Path, average: bool, _max_shard_size: str
+) -> None:
     assert config.model.lora is not None
     dtype = DTYPES[config.model.dtype]
-    tensors = adapter_tensors(read_weights(source), config.model.lora)
+    tensors = adapter_tensors(read_weights(source, average), config.model.lora)
     if not all(".lora_" in name for name in tensors):
         raise WeightMismatchError(f"{source} holds no adapter, and model.lora is set")
     save_adapter({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder)
 
 
-def _write_transformer(config: Config, source: Path, folder: Path, max_shard_size: str) -> None:
-    transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype])
-    weights = read_weights(source)
+def _write_transformer(
+    config: Config, source: Path, folder: Path, average: bool, max_shard_size: str
+) -> None:
     if config.model.lora is not None:
-        merge_adapters(transformer, weights, config.model.lora)
+        transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype])
+        merge_adapters(transformer, read_weights(source, average), config.model.lora)
     else:
-        load_state = transformer.load_state_dict(weights, strict=False)
-        if load_state.missing_keys or load_state.unexpected_keys:
-            odd = [*load_state.missing_keys, *load_state.unexpected_keys]
-            raise WeightMismatchError(
-                f"{source}: {len(odd)} tensors do not fit the model of model.path, first {odd[0]}"
-            )
+        policy = load_policy(config)
+        load_weights(policy, read_weights(source, average))
+        transformer = policy.transformer
     save_transformer(transformer, folder, max_shard_size)
 
 

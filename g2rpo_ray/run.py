@@ -13,18 +13,20 @@ from pathlib import Path
 
 from PIL import Image
 
+from g2rpo_ray import __version__
 from g2rpo_ray.config import Config, ModelSection, load_config, save_config
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.learner.checkpoint import (
     CheckpointError,
     CheckpointInfo,
+    best_checkpoint,
     list_checkpoints,
     read_info,
 )
 from g2rpo_ray.rollout.worker import HeldoutPictures
 from g2rpo_ray.tracking.metrics import read_metrics
 
-PACKAGES = ("g2rpo-ray", "ray", "torch", "diffusers", "transformers", "peft", "deepspeed",
+PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "deepspeed",
             "open_clip_torch", "safetensors")  # fmt: skip
 
 
@@ -51,6 +53,8 @@ class Run:
 
 def trained_kind(model: ModelSection) -> str:
     """What is trained, as a checkpoint names it."""
+    if model.trained_modules is not None:
+        return f"full, of {', '.join(model.trained_modules)}"
     if model.lora is None:
         return "full"
     return f"lora rank {model.lora.rank} alpha {model.lora.alpha:g}"
@@ -121,14 +125,23 @@ def write_resolved(config: Config) -> Path:
 
 
 def checkpoint_named(config: Config, name: str) -> Path:
-    """Folder of a run's ``last`` checkpoint, or of the one that ``name`` is the path of.
+    """Folder of a run's ``last`` or ``best`` checkpoint, or of the one at the path ``name``.
 
     Raises:
-        RunFolderError: the run has no checkpoint.
+        RunFolderError: the run has no checkpoint, or none with a score.
     """
-    if name != "last":
+    if name not in ("last", "best"):
         return Path(name).expanduser().absolute()
-    checkpoints = list_checkpoints(Path(config.run_dir).expanduser().absolute())
+    folder = Path(config.run_dir).expanduser().absolute()
+    if name == "best":
+        best = best_checkpoint(folder)
+        if best is None:
+            raise RunFolderError(
+                f"{config.run_dir}: no checkpoint there has a score; checkpoint.best names the "
+                "reward that a run judges them by"
+            )
+        return best
+    checkpoints = list_checkpoints(folder)
     if not checkpoints:
         raise RunFolderError(f"{config.run_dir}: no checkpoint there yet; --checkpoint base works")
     return checkpoints[-1]
@@ -146,7 +159,8 @@ def changed_settings(folder: Path, config: Config) -> list[str]:
 
 def versions() -> dict[str, str]:
     """Versions of what a result depends on."""
-    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    own = {"python": platform.python_version(), "g2rpo-ray": __version__}
+    return own | {name: version(name) for name in PACKAGES}
 
 
 def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures]) -> None:

@@ -37,6 +37,7 @@ def sample(
     seed: int,
     folder: Path,
     trained_steps: int | None = None,
+    average: bool = False,
 ) -> list[Path]:
     """Draw by ODE with ``evaluation.steps`` and save PNG files.
 
@@ -47,6 +48,7 @@ def sample(
             folder with ``diffusion_pytorch_model*.safetensors``, or one such file).
         trained_steps: hybrid inference (arXiv 2507.21802): trained weights for so many steps, the
             base model's for the rest; none means trained weights for all.
+        average: of a checkpoint, the moving average of the weights (``learner.ema_decay``).
 
     Returns:
         Paths, ``<prompt number>_<picture number>.png``, in the order of prompts.
@@ -63,7 +65,7 @@ def sample(
         )
     check_model_folder(config.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source = load_source(config, checkpoint)
+    source = load_source(config, checkpoint, average)
     policy = source.policy.to(device)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length, str(device))
     sigmas = schedule_of(config.sampling, steps, policy.shape)
@@ -106,7 +108,7 @@ class Source:
     """Give it the weights of ``model.path`` again, wherever it is by then."""
 
 
-def load_source(config: Config, checkpoint: str) -> Source:
+def load_source(config: Config, checkpoint: str, average: bool = False) -> Source:
     """Args: as of ``sample``.
 
     Raises:
@@ -115,11 +117,13 @@ def load_source(config: Config, checkpoint: str) -> Source:
     path = None if checkpoint == "base" else checkpoint_named(config, checkpoint)
     if path is not None and (path / "state.json").exists():
         policy = load_policy(config)
-        load_weights(policy, weights_in(config, path))
+        load_weights(policy, weights_in(config, path, average))
         lora = config.model.lora is not None
         return Source(
             policy, policy.transformer.disable_adapters if lora else _reload(policy, config)
         )
+    if average:
+        raise SampleError(f"{checkpoint} is no checkpoint of a run; only those hold an average")
     plain = config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
     policy = load_policy(plain)
     if path is None:
@@ -139,7 +143,7 @@ def _reload(policy: FluxPolicy, config: Config) -> Callable[[], None]:
     return back_to_base
 
 
-def weights_in(config: Config, checkpoint: Path) -> dict[str, Tensor]:
-    """Trainable weights of a checkpoint in the model's dtype."""
+def weights_in(config: Config, checkpoint: Path, average: bool = False) -> dict[str, Tensor]:
+    """Trainable weights of a checkpoint (or their moving average) in the model's dtype."""
     dtype = DTYPES[config.model.dtype]
-    return {name: tensor.to(dtype) for name, tensor in read_weights(checkpoint).items()}
+    return {name: tensor.to(dtype) for name, tensor in read_weights(checkpoint, average).items()}

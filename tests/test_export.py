@@ -36,6 +36,7 @@ def make_run(run_dir: Path, *overrides: str) -> Config:
     for name, parameter in trainable_parameters(load_policy(config)).items():
         change = noise.normal(tuple(parameter.shape), "trained", name) * 0.02
         state[f"weight.{name}"] = parameter.detach() + change
+        state[f"ema.{name}"] = parameter.detach() + change / 2
         state |= {f"{m}.{name}": torch.zeros_like(change) for m in ("exp_avg", "exp_avg_sq")}
     kind = "full" if config.model.lora is None else "lora rank 4 alpha 10"
     folder = checkpoint_folder(run_dir, 7)
@@ -49,7 +50,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
     return {kind: make_run(tmp_path_factory.mktemp(kind), *o) for kind, o in KINDS.items()}
 
 
-def draw(config: Config, checkpoint: str, folder: Path, **options: int) -> np.ndarray:
+def draw(
+    config: Config,
+    checkpoint: str,
+    folder: Path,
+    trained_steps: int | None = None,
+    average: bool = False,
+) -> np.ndarray:
     """The first picture of ``g2rpo sample``."""
     paths = sample(
         config,
@@ -58,7 +65,8 @@ def draw(config: Config, checkpoint: str, folder: Path, **options: int) -> np.nd
         pictures_per_prompt=1,
         seed=SEED,
         folder=folder,
-        **options,
+        trained_steps=trained_steps,
+        average=average,
     )
     return np.asarray(Image.open(paths[0])).astype(int)
 
@@ -148,6 +156,16 @@ def test_hybrid_pictures_lie_between_trained_and_base(
     assert np.array_equal(every, trained)
     assert not np.array_equal(half, base)
     assert not np.array_equal(half, trained)
+
+
+def test_the_moving_average_is_drawn_and_exported(runs: dict[str, Config], tmp_path: Path) -> None:
+    config, folder = runs["full"], tmp_path / "average"
+    average = draw(config, "last", tmp_path / "ours", average=True)
+    assert not np.array_equal(average, draw(config, "last", tmp_path / "last"))
+    export(config, checkpoint="last", folder=folder, average=True)
+    assert_same_picture(draw(config, str(folder), tmp_path / "exported"), average)
+    with pytest.raises(SampleError, match="is no checkpoint of a run"):
+        draw(config, str(folder), tmp_path / "other", average=True)
 
 
 def test_more_hybrid_steps_than_there_are(runs: dict[str, Config], tmp_path: Path) -> None:

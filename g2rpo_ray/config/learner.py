@@ -1,8 +1,8 @@
 """From rewards to updates."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from g2rpo_ray.algorithm.advantage import Combination, Normalisation
 from g2rpo_ray.algorithm.objective import StepWeight
@@ -64,10 +64,23 @@ class LearnerSection(Section):
     rollout's: compile both, or set ``old_log_prob: learner``."""
     update: Literal["per_sde_step", "per_iteration"] = "per_sde_step"
     """One optimizer step per SDE step, or one per iteration over all of them."""
+    steps_per_pass: int = Field(1, ge=1)
+    """SDE steps of a prompt in one pass of the network, with ``update: per_iteration`` and members
+    that share x_k. Above 1 is faster on a card, but then learner and rollout round differently in
+    bfloat16: set ``old_log_prob: learner``."""
     learning_rate: float = Field(2e-6, gt=0)
-    """AdamW's learning rate, constant after the warm-up."""
+    """AdamW's learning rate after the warm-up."""
     warmup_updates: int = Field(0, ge=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, over ``decay_updates``."""
+    decay_updates: int | None = Field(None, ge=1)
+    """Optimizer steps until the learning rate is ``final_share`` of its peak; then it stays."""
+    final_share: float = Field(0.0, ge=0, le=1)
+    """Share of the learning rate that ``schedule`` ends with."""
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    """Keep a moving average of the fp32 weights, e.g. with 0.995 an update; it is saved in
+    checkpoints for ``g2rpo export`` and ``sample``, and never used in training."""
     weight_decay: float = Field(1e-4, ge=0)
     """AdamW's decoupled weight decay."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -102,3 +115,17 @@ class LearnerSection(Section):
     """More failures of ranks than this within ``failure_window_s`` stop the run with a report."""
     failure_window_s: float = Field(3600.0, gt=0)
     """Time over which failures are counted."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.steps_per_pass > 1 and self.update == "per_sde_step":
+            raise ValueError(
+                f"steps_per_pass is {self.steps_per_pass} and update is per_sde_step; steps that "
+                "are updates of their own cannot share a pass: use update: per_iteration"
+            )
+        if (self.schedule == "constant") != (self.decay_updates is None):
+            raise ValueError(
+                f"schedule is {self.schedule} and decay_updates is {self.decay_updates}; linear "
+                "and cosine need decay_updates, and constant takes none"
+            )
+        return self

@@ -1,8 +1,8 @@
 """The policy, and the texts that it is trained on."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from g2rpo_ray.config.base import Section
 
@@ -32,10 +32,21 @@ class ModelSection(Section):
     """What the network computes in; latents and log-probabilities are float32 always."""
     lora: LoraSection | None = None
     """Train adapters of this shape; none trains all weights of the transformer."""
+    trained_modules: list[str] | None = Field(None, min_length=1)
+    """Train all weights of these parts of the transformer alone, by their names' components, e.g.
+    ``single_transformer_blocks``, ``transformer_blocks.0`` or ``attn.to_q``; not with ``lora``."""
     gradient_checkpointing: bool = False
     """Recompute activations in the learner's backward pass: less memory, about a third slower."""
     truncate_timesteps: bool = False
     """Truncate sigma * 1000 to an integer as published code does; diffusers' pipeline does not."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.lora is not None and self.trained_modules is not None:
+            raise ValueError(
+                "lora and trained_modules are both set; adapters are chosen by lora.target_modules"
+            )
+        return self
 
 
 class PromptsSection(Section):

@@ -36,6 +36,9 @@ class CheckpointSection(Section):
     """Iterations between snapshots: whole states that the learner writes while the next groups are
     drawn, kept until the run ends. A killed run or rank loses no more than what came after. 0
     writes none; then the groups since the last checkpoint stay in the object store."""
+    best: str | None = None
+    """A reward: the checkpoint whose evaluation has its highest held-out mean is kept, too, as
+    ``best``. It needs checkpoints of evaluated iterations: ``every`` and ``evaluation.every``."""
 
 
 class TrackingSection(Section):

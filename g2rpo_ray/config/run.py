@@ -77,6 +77,8 @@ class Config(Section):
             )
         if not self.trained_rewards:
             raise ValueError("rewards: every weight is 0; at least one reward must be trained on")
+        if self.checkpoint.best is not None:
+            self._check_best(self.checkpoint.best)
         if self.learner.offload_parameters and self.learner.zero_stage != 3:
             raise ValueError(
                 f"learner.offload_parameters is true and learner.zero_stage is "
@@ -100,6 +102,18 @@ class Config(Section):
             raise ValueError(
                 "pipeline is one_step_off and learner.old_log_prob is learner: the learner no "
                 "longer has the weights that drew the groups; use old_log_prob: rollout"
+            )
+
+    def _check_best(self, best: str) -> None:
+        if best not in self.rewards:
+            raise ValueError(
+                f"checkpoint.best is {best!r}; rewards are {', '.join(sorted(self.rewards))}"
+            )
+        if self.evaluation.every == 0 or self.evaluation.every % self.checkpoint.every:
+            raise ValueError(
+                f"checkpoint.best is set, checkpoint.every is {self.checkpoint.every} and "
+                f"evaluation.every is {self.evaluation.every}; every evaluation needs a "
+                "checkpoint: make evaluation.every a multiple of checkpoint.every"
             )
 
     def _check_transport(self) -> None:

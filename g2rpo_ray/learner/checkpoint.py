@@ -4,34 +4,43 @@ Layout of one checkpoint, ``<run_dir>/checkpoints/iteration_000012/``:
 
 - ``state.json``: format, iteration, weight version, optimizer updates, what is trained, and the
   SHA-256 of every other file;
-- ``trainable.safetensors``: fp32 weights by name (LoRA adapters, or the whole transformer);
-- ``optimizer.safetensors``: AdamW's ``exp_avg.<name>`` and ``exp_avg_sq.<name>``.
+- ``trainable-00000.safetensors``, one for each learner rank: its part of the fp32 weights by name
+  (LoRA adapters, or the whole transformer), and of their moving average where there is one;
+- ``optimizer-00000.safetensors``: its part of AdamW's ``exp_avg.<name>``, ``exp_avg_sq.<name>``.
 
-Prompt order and noise are functions of seed and iteration, so there is no other state to keep.
+A part is a range of a flattened tensor; where it begins, and the tensor's shape, is in the file's
+metadata. So no rank ever holds more than its own part, and any number of ranks can resume. Prompt
+order and noise are functions of seed and iteration, so there is no other state to keep.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from g2rpo_ray.errors import InputError
+from g2rpo_ray.learner.shards import (
+    CheckpointError,
+    StatePart,
+    StateReader,
+    equals_file,
+    whole_parts,
+    write_parts,
+)
 
-FORMAT = 1
-WEIGHTS_FILE = "trainable.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-WEIGHT_PREFIX = "weight."
-
-
-class CheckpointError(InputError):
-    """A checkpoint cannot be written or used; the message names the file and the cause."""
+FORMAT = 2
+WEIGHTS_FILE, OPTIMIZER_FILE = "trainable-{:05d}.safetensors", "optimizer-{:05d}.safetensors"
+RANK_FILE = "rank-{:05d}.json"
+"""What a rank has written; goes into state.json."""
+WEIGHT_PREFIX, AVERAGE_PREFIX = "weight.", "ema."
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -52,61 +61,120 @@ class CheckpointInfo:
     seed: int
     trained_steps: list[int] = field(default_factory=list)
     """SDE steps of the iteration to come: where a sliding window stands."""
+    score: float | None = None
+    """Mean of ``checkpoint.best`` in the evaluation of these weights; none without one."""
 
 
 def write_checkpoint(folder: Path, info: CheckpointInfo, state: Mapping[str, Tensor]) -> None:
-    """Write ``LearnerEngine.state()`` and ``info`` to ``folder``, replacing nothing on failure.
+    """Write a whole state from one process, replacing nothing on failure.
 
     Raises:
         CheckpointError: the disk is full or read-only, or what was read back differs.
     """
-    temporary = folder.with_name(f".{folder.name}.writing")
-    weights = {
-        name.removeprefix(WEIGHT_PREFIX): tensor
-        for name, tensor in state.items()
-        if name.startswith(WEIGHT_PREFIX)
+    prepare_checkpoint(folder)
+    write_rank(folder, 0, whole_parts(state))
+    commit_checkpoint(folder, info, ranks=1, timeout_s=0.0)
+
+
+def prepare_checkpoint(folder: Path) -> None:
+    """Make the place where the ranks write, without the left-overs of earlier tries.
+
+    Raises:
+        CheckpointError: the disk is full or read-only.
+    """
+    with _removed_on_failure(folder):
+        for left_over in folder.parent.glob(".iteration_*.writing"):
+            shutil.rmtree(left_over)
+        _temporary(folder).mkdir(parents=True)
+
+
+def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
+    """Write, read back and compare one rank's part, after ``prepare_checkpoint``.
+
+    Raises:
+        CheckpointError: the disk is full or read-only, or what was read back differs.
+    """
+    temporary = _temporary(folder)
+    averages = (WEIGHT_PREFIX, AVERAGE_PREFIX)
+    contents = {
+        WEIGHTS_FILE.format(rank): [p for p in parts if p.key.startswith(averages)],
+        OPTIMIZER_FILE.format(rank): [p for p in parts if not p.key.startswith(averages)],
     }
-    moments = {n: t for n, t in state.items() if not n.startswith(WEIGHT_PREFIX)}
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file(weights, temporary / WEIGHTS_FILE)
-        save_file(moments, temporary / OPTIMIZER_FILE)
-        files = {name: _sha256(temporary / name) for name in (WEIGHTS_FILE, OPTIMIZER_FILE)}
+    with _removed_on_failure(folder):
+        if not temporary.is_dir():
+            raise CheckpointError(
+                f"{temporary}: not there on rank {rank}; run_dir must be on a file system that "
+                "all learner ranks share"
+            )
+        for name, content in contents.items():
+            write_parts(temporary / name, content)
+            _flush(temporary / name)
+            if not equals_file(temporary / name, content):
+                raise CheckpointError(f"{folder}: what was read back of {name} differs")
+        files = {name: _sha256(temporary / name) for name in contents}
+        unfinished = temporary / f".{RANK_FILE.format(rank)}"
+        unfinished.write_text(json.dumps(files))
+        unfinished.rename(temporary / RANK_FILE.format(rank))
+
+
+def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s: float) -> None:
+    """Wait until all ranks have written their parts, and give the checkpoint its name.
+
+    Raises:
+        CheckpointError: a rank did not write in time, or the disk is full or read-only.
+    """
+    temporary = _temporary(folder)
+    notes = [temporary / RANK_FILE.format(rank) for rank in range(ranks)]
+    with _removed_on_failure(folder):
+        deadline_s = time.monotonic() + timeout_s
+        while missing := [rank for rank, note in enumerate(notes) if not note.exists()]:
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(
+                    f"{folder}: learner ranks {missing} wrote no part within {timeout_s:g} s "
+                    "(learner.timeout_s); run_dir must be on a file system that all ranks share"
+                )
+            time.sleep(POLL_S)
+        files: dict[str, str] = {}
+        for note in notes:
+            files |= json.loads(note.read_text())
+            note.unlink()
         content = {"format": FORMAT, **asdict(info), "files": files}
         (temporary / "state.json").write_text(json.dumps(content, indent=1))
-        _, read_back = read_checkpoint(temporary)
-        if any(not read_back[name].equal(tensor) for name, tensor in state.items()):
-            raise CheckpointError(f"{folder}: what was read back differs from what was written")
+        _flush(temporary / "state.json")
         _flush(temporary)
         # A checkpoint of this iteration is there when a run was resumed from it and stopped.
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
         _flush(folder.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: checkpoint not written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def read_checkpoint(folder: Path) -> tuple[CheckpointInfo, dict[str, Tensor]]:
-    """Read and check a checkpoint.
+def open_checkpoint(folder: Path) -> tuple[CheckpointInfo, StateReader]:
+    """Check a checkpoint, and open its tensors for reading.
 
     Raises:
         CheckpointError: a file is missing, cut short, changed, or of another format.
     """
     info, files = _read_description(folder)
-    for name, expected in files.items():
-        _check_file(folder / name, expected)
-    state = {WEIGHT_PREFIX + n: t for n, t in load_file(folder / WEIGHTS_FILE).items()}
-    return info, state | load_file(folder / OPTIMIZER_FILE)
+    return info, _open_files(folder, files)
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """fp32 trainable weights of a checkpoint by name, checked; the optimizer's are not read."""
+def read_weights(folder: Path, average: bool = False) -> dict[str, Tensor]:
+    """fp32 trainable weights of a checkpoint by name, checked; the optimizer's are not read.
+
+    Args:
+        average: the moving average of ``learner.ema_decay`` instead.
+
+    Raises:
+        CheckpointError: as ``open_checkpoint``, or the run kept no average.
+    """
     _, files = _read_description(folder)
-    _check_file(folder / WEIGHTS_FILE, files[WEIGHTS_FILE])
-    return load_file(folder / WEIGHTS_FILE)
+    first = WEIGHTS_FILE.partition("{")[0]
+    reader = _open_files(folder, {n: sha for n, sha in files.items() if n.startswith(first)})
+    prefix = AVERAGE_PREFIX if average else WEIGHT_PREFIX
+    weights = {key.removeprefix(prefix): reader[key] for key in reader if key.startswith(prefix)}
+    if not weights:
+        raise CheckpointError(f"{folder}: holds no moving average (learner.ema_decay was not set)")
+    return weights
 
 
 def weights_checksum(folder: Path) -> str:
@@ -128,14 +196,24 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("iteration_*"))
 
 
+def best_checkpoint(run_dir: Path) -> Path | None:
+    """The one with the highest score; of equal ones the last, and none without a score."""
+    scores = {folder: read_info(folder).score for folder in list_checkpoints(run_dir)}
+    known = [(score, folder) for folder, score in scores.items() if score is not None]
+    return max(known)[1] if known else None
+
+
 def delete_old_checkpoints(run_dir: Path, keep_last: int, newest: Path) -> None:
-    """Keep the last ones up to ``newest``, which was just written.
+    """Keep the last ones up to ``newest``, which was just written, and the best one.
 
     Later ones are of a history that a resume from an older checkpoint gave up; kept, they would be
     what the next ``--resume auto`` takes.
     """
+    for folder in list_checkpoints(run_dir):
+        if folder > newest:
+            shutil.rmtree(folder)
     checkpoints = list_checkpoints(run_dir)
-    kept = [folder for folder in checkpoints if folder <= newest][-keep_last:]
+    kept = [*checkpoints[-keep_last:], best_checkpoint(run_dir)]
     for folder in checkpoints:
         if folder not in kept:
             shutil.rmtree(folder)
@@ -149,6 +227,12 @@ def _check_file(path: Path, expected_sha256: str) -> None:
             f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
             "with --resume PATH"
         )
+
+
+def _open_files(folder: Path, files: Mapping[str, str]) -> StateReader:
+    for name, expected in files.items():
+        _check_file(folder / name, expected)
+    return StateReader([folder / name for name in files])
 
 
 def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
@@ -168,9 +252,12 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
             f"{path}: entries {', '.join(sorted(content.keys() ^ expected))} are missing or unknown"
         )
     files = content.pop("files")
-    if not isinstance(files, dict) or files.keys() != {WEIGHTS_FILE, OPTIMIZER_FILE}:
+    ranks = len(files) // 2
+    names = {kind.format(r) for kind in (WEIGHTS_FILE, OPTIMIZER_FILE) for r in range(ranks)}
+    if not isinstance(files, dict) or not files or files.keys() != names:
         raise CheckpointError(
-            f"{path}: 'files' must list {WEIGHTS_FILE} and {OPTIMIZER_FILE} with their SHA-256"
+            f"{path}: 'files' must list {WEIGHTS_FILE.format(0)}, {OPTIMIZER_FILE.format(0)} and "
+            "so on with their SHA-256"
         )
     return CheckpointInfo(**content), files
 
@@ -180,10 +267,25 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _temporary(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.writing")
+
+
+@contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """A half-written checkpoint goes; what was there before stays."""
+    try:
+        yield
+    except BaseException as error:
+        shutil.rmtree(_temporary(folder), ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise CheckpointError(f"{folder}: checkpoint not written: {error}") from error
+        raise

@@ -1,7 +1,7 @@
 """DeepSpeed behind one small interface: accumulate, step, and move state in and out by name."""
 
+import math
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -13,25 +13,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 from torch import Tensor, nn
 
 from g2rpo_ray.config import LearnerSection
 from g2rpo_ray.errors import RunError
+from g2rpo_ray.learner.shards import StatePart, StateReader
+from g2rpo_ray.learner.state import MOMENTS, MasterState, load_whole_weights
 from g2rpo_ray.models.flux import FluxPolicy
 from g2rpo_ray.models.weights import (
     TensorLayout,
-    load_weights,
     trainable_parameters,
     word_sums,
 )
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LearnerError(RunError):
@@ -69,6 +62,19 @@ def _zero_config(settings: LearnerSection) -> dict[str, Any]:
     return config
 
 
+def learning_rate_of(updates: int, settings: LearnerSection) -> float:
+    """Of the update after ``updates`` others: a linear warm-up, then ``learner.schedule``."""
+    warmup = settings.warmup_updates
+    if updates < warmup:
+        return settings.learning_rate * (updates + 1) / warmup
+    if settings.schedule == "constant" or settings.decay_updates is None:
+        return settings.learning_rate
+    progress = min(1.0, (updates - warmup) / settings.decay_updates)
+    if settings.schedule == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return settings.learning_rate * (1 - progress * (1 - settings.final_share))
+
+
 class LearnerEngine:
     """One rank's policy under DeepSpeed ZeRO, with AdamW on fp32 master weights."""
 
@@ -76,21 +82,24 @@ class LearnerEngine:
         self,
         policy: FluxPolicy,
         settings: LearnerSection,
-        state: Mapping[str, Tensor] | None = None,
+        state: StateReader | None = None,
         updates: int = 0,
     ) -> None:
         """
         Args:
             policy: on this rank's device; its trainable parameters are optimised.
             settings: of the learner.
-            state: what ``state()`` gave, to continue from it to the bit.
+            state: what ``state_parts()`` of all ranks gave, to continue from it to the bit.
             updates: optimizer steps behind that state.
+
+        Raises:
+            WeightMismatchError: the state is of other weights.
         """
         self._settings = settings
         self.updates = updates
         self._names = list(trainable_parameters(policy))
         if state is not None:
-            load_weights(policy, {name: state[f"weight.{name}"] for name in self._names})
+            load_whole_weights(policy, state)
         optimizer = torch.optim.AdamW(
             trainable_parameters(policy).values(),
             lr=settings.learning_rate,
@@ -118,12 +127,15 @@ class LearnerEngine:
         self.policy: FluxPolicy = self._engine.module
         # Adapters are many and small: their gradients stay whole on every rank until the step, and
         # are reduced once. All weights' gradients would not fit; they are reduced in every pass.
-        self._reduces_once = any(not p.requires_grad for p in policy.parameters())
+        self._reduces_once = any(".lora_" in name for name in self._names)
         self._accumulation = ExitStack()
         self._accumulates = False
         self._start_moments()
+        self._state = MasterState(self._parameters(), settings.ema_decay)
         if state is not None:
-            self._load_state(state)
+            self._state.load(state)
+            for entry in self._optimizer.optimizer.state.values():
+                entry["step"].fill_(updates)
 
     def __call__(self, *args: object) -> Tensor:
         velocity: Tensor = self._engine(*args)
@@ -131,9 +143,8 @@ class LearnerEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update: a linear warm-up, then constant."""
-        share = (self.updates + 1) / max(1, self._settings.warmup_updates)
-        return self._settings.learning_rate * min(1.0, share)
+        """Of the next update."""
+        return learning_rate_of(self.updates, self._settings)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate gradients; ``last`` marks the final pass before ``step`` on every rank."""
@@ -162,6 +173,7 @@ class LearnerEngine:
                 "checkpoint with a smaller learner.learning_rate or learner.clip"
             )
         self.updates += 1
+        self._state.average()
         return norm
 
     def weights(self) -> dict[str, Tensor]:
@@ -202,18 +214,12 @@ class LearnerEngine:
             parts.append(shard[:valid])
         return word_sums(parts)
 
-    def state(self) -> dict[str, Tensor]:
-        """fp32 master weights and AdamW moments by name, on the CPU; collective.
+    def state_parts(self) -> list[StatePart]:
+        """This rank's part of fp32 weights, AdamW's moments and the average, copied to the CPU.
 
-        Independent of ZeRO stage and number of ranks.
+        The parts of all ranks make up the whole state, whatever ZeRO stage and number of ranks.
         """
-        state = {}
-        for name, parameter in self._parameters().items():
-            state[f"weight.{name}"] = safe_get_full_fp32_param(parameter).cpu().clone()
-            for moment in MOMENTS:
-                value = safe_get_full_optimizer_state(parameter, moment)
-                state[f"{moment}.{name}"] = value.cpu().clone()
-        return state
+        return self._state.parts()
 
     def _start_moments(self) -> None:
         # DeepSpeed leaves them to the first step; until then there would be nothing to load into.
@@ -228,14 +234,6 @@ class LearnerEngine:
             }
         if not stage3:
             zero._lazy_init_hp_params_optimizer_state()
-
-    def _load_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._parameters().items():
-            safe_set_full_fp32_param(parameter, state[f"weight.{name}"])
-            for moment in MOMENTS:
-                safe_set_full_optimizer_state(parameter, state[f"{moment}.{name}"], moment)
-        for entry in self._optimizer.optimizer.state.values():
-            entry["step"].fill_(self.updates)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.policy.transformer.named_parameters() if n in self._names}

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import ray
@@ -10,15 +11,20 @@ import torch
 from g2rpo_ray.config import Config
 from g2rpo_ray.device import role_device
 from g2rpo_ray.learner.checkpoint import (
+    CheckpointError,
     CheckpointInfo,
+    commit_checkpoint,
     delete_old_checkpoints,
-    read_checkpoint,
-    write_checkpoint,
+    open_checkpoint,
+    prepare_checkpoint,
+    write_rank,
 )
 from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
+from g2rpo_ray.learner.shards import StatePart
 from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups
 from g2rpo_ray.logs import log_as, log_context
 from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.lora import coverage
 from g2rpo_ray.models.weights import PackedWeights, TensorLayout, WeightReceipt, receipt
 from g2rpo_ray.rollout.group import RolloutGroup
@@ -34,6 +40,9 @@ class Learner:
         log_as("learner", rank)
         torch.set_num_threads(config.learner.threads)
         self.config, self.rank = config, rank
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self._weight_group: WeightGroup | None = None
         self.device = role_device(config.learner.gpus_per_rank)
 
     def free_address(self) -> tuple[str, int]:
@@ -49,16 +58,22 @@ class Learner:
         join_process_group(self.rank, settings.ranks, address, port, settings.timeout_s)
         policy = load_policy(self.config, self.device)
         if settings.compile:
-            policy.transformer.compile_repeated_blocks(fullgraph=True)
+            compile_blocks(policy.transformer, cache=None)
         if checkpoint is None:
             self.engine = LearnerEngine(policy, settings)
         else:
-            info, state = read_checkpoint(checkpoint)
+            info, state = open_checkpoint(checkpoint)
             self.engine = LearnerEngine(policy, settings, state, info.updates)
         return coverage(policy.transformer)
 
     def update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
-        """One iteration's update on this rank's share of ``groups``, given in id order."""
+        """One iteration's update on this rank's share of ``groups``, given in id order.
+
+        Raises:
+            CheckpointError: the last checkpoint could not be written.
+        """
+        if self._writing is not None and self._writing.done():
+            self.finish_save()
         shares = assign(len(groups), self.rank, self.config.learner.ranks)
         mine: list[RolloutGroup] = ray.get([groups[index] for index, _ in shares])
         assignments = [
@@ -92,25 +107,68 @@ class Learner:
 
     def join_weight_group(self, meeting: Meeting, rank: int) -> list[TensorLayout]:
         """Become a sender of a group; answers with all tensors that it will send."""
+        self.leave_weight_group()
         layout = self.engine.weight_layout()
         store = self._weight_store if rank == 0 else None
         self._weight_group = WeightGroup(meeting, rank, layout, self.device, store)
         return layout
 
     def leave_weight_group(self) -> None:
-        """Before another group is formed."""
-        self._weight_group.close()
+        """Before another group is formed; also of one that failed."""
+        if self._weight_group is not None:
+            self._weight_group.close()
+            self._weight_group = None
 
     def send_weights(self, version: int) -> list[int]:
         """Broadcast this rank's part of the weights; answers with its tensors' word sums."""
+        assert self._weight_group is not None, "join_weight_group comes first"
         self._weight_group.transfer(version, self.engine.weight_shards())
         return self.engine.weight_shard_sums()
 
     def save(self, folder: Path, info: CheckpointInfo) -> None:
-        """Write a checkpoint from rank 0 and delete those that are too old."""
-        state = self.engine.state()
+        """Write a checkpoint; every rank calls it, and returns when its part is whole.
+
+        Rank 0 returns when the checkpoint is.
+        """
+        self.begin_save(folder, info)
+        self.finish_save()
+
+    def begin_save(self, folder: Path, info: CheckpointInfo) -> None:
+        """Copy this rank's part of the state to host memory, to be written in the background.
+
+        Raises:
+            CheckpointError: this one cannot be begun, or the one before could not be written.
+        """
+        self.finish_save()
+        parts = self.engine.state_parts()
+        failure: list[str | None] = [None]
         if self.rank == 0:
-            write_checkpoint(folder, info, state)
+            try:
+                prepare_checkpoint(folder)
+            except CheckpointError as error:
+                failure = [str(error)]
+        # The others write only where rank 0 has cleared the place, or fail as it did.
+        torch.distributed.broadcast_object_list(failure, 0, device=self.device)
+        if failure[0] is not None:
+            raise CheckpointError(failure[0])
+        self._writing = self._writer.submit(self._write, folder, info, parts)
+
+    def finish_save(self) -> None:
+        """Wait until the checkpoint under way is whole.
+
+        Raises:
+            CheckpointError: it could not be written; those before are kept.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, folder: Path, info: CheckpointInfo, parts: list[StatePart]) -> None:
+        write_rank(folder, self.rank, parts)
+        parts.clear()
+        if self.rank == 0:
+            settings = self.config.learner
+            commit_checkpoint(folder, info, settings.ranks, settings.timeout_s)
             delete_old_checkpoints(folder.parent.parent, self.config.checkpoint.keep_last, folder)
 
     def checksum(self) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.loading import DTYPES, ModelFolderError, load_part
-from g2rpo_ray.models.lora import add_lora
+from g2rpo_ray.models.lora import add_lora, choose_trained
 
 VAE_FACTOR = 8
 """Pixels to latents; FLUX then packs 2 x 2 latents into one token."""
@@ -133,7 +133,7 @@ def load_policy(config: Config, device: torch.device | str = "cpu") -> FluxPolic
     torch.backends.cuda.enable_cudnn_sdp(False)
     transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype], device)
     if config.model.lora is None:
-        transformer.requires_grad_(True)
+        choose_trained(transformer, config.model.trained_modules)
     else:
         add_lora(transformer, config.model.lora, seed=config.seed)
     if config.model.gradient_checkpointing:

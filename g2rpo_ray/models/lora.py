@@ -1,4 +1,4 @@
-"""LoRA adapters through peft, on explicit modules, with the coverage checked."""
+"""What of the transformer is trained: LoRA adapters through peft, all weights, or some."""
 
 import torch
 from diffusers import FluxTransformer2DModel
@@ -46,6 +46,28 @@ def add_lora(transformer: FluxTransformer2DModel, lora: LoraSection, seed: int) 
         )
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def choose_trained(transformer: FluxTransformer2DModel, modules: list[str] | None) -> None:
+    """Train all weights, or those of some parts of the transformer.
+
+    Args:
+        modules: components of names that follow each other, such as ``attn.to_q``.
+
+    Raises:
+        ModelFolderError: one matches no weight.
+    """
+    transformer.requires_grad_(modules is None)
+    for module in modules or []:
+        matched = [p for n, p in transformer.named_parameters() if f".{module}." in f".{n}."]
+        if not matched:
+            raise ModelFolderError(
+                f"model.trained_modules: {module!r} is part of no weight's name in "
+                f"{type(transformer).__name__}; parts are "
+                f"{', '.join(name for name, _ in transformer.named_children())}"
+            )
+        for parameter in matched:
+            parameter.requires_grad_(True)
 
 
 def coverage(transformer: torch.nn.Module) -> str:

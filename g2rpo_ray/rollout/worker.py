@@ -130,6 +130,7 @@ class RolloutWorker:
         self.policy = self.engine.policy
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self.strategy = make_strategy(config)
+        self._weight_group: WeightGroup | None = None
         self.weight_version = 0
         """0 are the weights of the model folder."""
 
@@ -146,15 +147,19 @@ class RolloutWorker:
 
     def join_weight_group(self, meeting: Meeting, rank: int) -> None:
         """Become a receiver of a group."""
+        self.leave_weight_group()
         layout = layout_of(trainable_parameters(self.policy))
         self._weight_group = WeightGroup(meeting, rank, layout, self.device)
 
     def leave_weight_group(self) -> None:
-        """Before another group is formed."""
-        self._weight_group.close()
+        """Before another group is formed; also of one that failed."""
+        if self._weight_group is not None:
+            self._weight_group.close()
+            self._weight_group = None
 
     def receive_broadcast(self, version: int) -> WeightReceipt:
         """Take over new weights in place; answers with what the model now really holds."""
+        assert self._weight_group is not None, "join_weight_group comes first"
         weights = trainable_parameters(self.policy)
         self._weight_group.transfer(
             version, {name: weight.detach().view(-1) for name, weight in weights.items()}

@@ -29,7 +29,15 @@ ABORT_CHECK_S = 0.5
 
 
 class WeightGroupError(RunError):
-    """The weights' process group failed; the message says in which phase, and who was missing."""
+    """The weights' process group failed; the message says in which phase, and who was missing.
+
+    Args:
+        members: places of those at fault, as far as this member knows.
+    """
+
+    def __init__(self, message: str, members: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.members = list(members)
 
 
 class GivenUpError(WeightGroupError):
@@ -216,14 +224,16 @@ class WeightGroup:
         first, *others = (
             self._store.get(f"layout/{rank}").decode() for rank in range(len(self._meeting.members))
         )
-        for member, other in zip(self._meeting.members[1:], others, strict=True):
+        names = self._meeting.members
+        for member, other in enumerate(others, start=1):
             if other != first:
                 sent, held = set(first.splitlines()), set(other.splitlines())
                 raise WeightGroupError(
-                    f"{member} has other tensors than {self._meeting.members[0]}: "
+                    f"{names[member]} has other tensors than {names[0]}: "
                     f"{', '.join(sorted(held - sent)[:3]) or 'none'} instead of "
                     f"{', '.join(sorted(sent - held)[:3]) or 'none'}; both sides must use the "
-                    "same model"
+                    "same model",
+                    [member],
                 )
 
     def _meet(self, key: str, value: str = "here") -> None:
@@ -235,12 +245,9 @@ class WeightGroup:
         except GivenUpError:
             raise
         except WeightGroupError as error:
-            missing = [
-                member
-                for member, one in zip(self._meeting.members, keys, strict=True)
-                if not self._store.check([one])
-            ]
-            raise WeightGroupError(f"{error}; missing: {', '.join(missing)}") from None
+            missing = [member for member, one in enumerate(keys) if not self._store.check([one])]
+            names = ", ".join(self._meeting.members[member] for member in missing)
+            raise WeightGroupError(f"{error}; missing: {names}", missing) from None
 
     def _wait_for(self, is_done: Callable[[], bool], what: str) -> None:
         started_s = checked_s = time.monotonic()
@@ -276,7 +283,7 @@ class _Named:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # torch's distributed errors are RuntimeErrors, and so is a lost connection of gloo.
         if isinstance(error, WeightGroupError):
-            raise type(error)(f"{self._where}: {error}") from None
+            raise type(error)(f"{self._where}: {error}", error.members) from None
         if isinstance(error, RuntimeError):
             raise WeightGroupError(f"{self._where}: {error}") from error
 

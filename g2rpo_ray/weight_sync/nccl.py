@@ -127,13 +127,18 @@ class NcclSync(WeightSync):
                 told = give_up(meeting)
         if failed or waiting:
             self._group = None
-            silent = [m.name for m, ref in zip(members, refs, strict=True) if ref in waiting]
             causes = [
-                _cause(member.name, failed[ref])
-                for member, ref in zip(members, refs, strict=True)
-                if ref in failed
+                _cause(number, members[number].name, failed.get(ref))
+                for number, ref in enumerate(refs)
+                if ref in failed or ref in waiting
             ]
-            raise WeightSyncError(f"{what} failed: {'; '.join(_root_causes(silent, causes))}")
+            rank = min(cause.rank for cause in causes)
+            roots = [cause for cause in causes if cause.rank == rank]
+            at_fault = {member for cause in roots for member in cause.members}
+            raise WeightSyncError(
+                f"{what} failed: {'; '.join(cause.text for cause in roots)}",
+                sorted(m - meeting.senders for m in at_fault if m >= meeting.senders),
+            )
         return ray.get(refs)
 
 
@@ -142,18 +147,16 @@ class _Cause:
     rank: int
     """0 explains the failure; 1 is of a member that waited in vain, 2 of one told to give up."""
     text: str
+    members: list[int]
+    """Places of those at fault."""
 
 
-def _cause(name: str, error: Exception) -> _Cause:
+def _cause(member: int, name: str, error: Exception | None) -> _Cause:
+    if error is None:
+        return _Cause(0, f"no answer from {name}", [member])
     if isinstance(error, ray.exceptions.RayActorError):
-        return _Cause(0, f"{name} died")
+        return _Cause(0, f"{name} died", [member])
     cause = getattr(error, "cause", error)
     if isinstance(cause, WeightGroupError):
-        return _Cause(2 if isinstance(cause, GivenUpError) else 1, str(cause))
-    return _Cause(0, f"{name}: {type(cause).__name__}: {cause}")
-
-
-def _root_causes(silent: list[str], causes: list[_Cause]) -> list[str]:
-    first = min((cause.rank for cause in causes), default=0)
-    texts = [cause.text for cause in causes if cause.rank == first]
-    return ([f"no answer from {', '.join(silent)}"] if silent else []) + texts
+        return _Cause(2 if isinstance(cause, GivenUpError) else 1, str(cause), cause.members)
+    return _Cause(0, f"{name}: {type(cause).__name__}: {cause}", [member])

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,17 +20,22 @@ from g2rpo_ray.learner.checkpoint import (
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
+    best_checkpoint,
     checkpoint_folder,
+    commit_checkpoint,
     delete_old_checkpoints,
     list_checkpoints,
-    read_checkpoint,
+    open_checkpoint,
+    prepare_checkpoint,
     read_info,
     read_weights,
     write_checkpoint,
+    write_rank,
 )
+from g2rpo_ray.learner.shards import StatePart, whole_parts
 from tests.tiny import equal_weights
 
-FILES = [WEIGHTS_FILE, OPTIMIZER_FILE]
+FILES = [WEIGHTS_FILE.format(0), OPTIMIZER_FILE.format(0)]
 
 
 def info_of(iteration: int) -> CheckpointInfo:
@@ -50,6 +56,11 @@ def write(run_dir: Path, iteration: int, value: float = 1.0) -> Path:
     return folder
 
 
+def read_checkpoint(folder: Path) -> tuple[CheckpointInfo, dict[str, Tensor]]:
+    info, reader = open_checkpoint(folder)
+    return info, dict(reader)
+
+
 def error_of(folder: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         read_checkpoint(folder)
@@ -65,7 +76,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 80 KiB, room for two checkpoints; needs the right to mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=80k", "tmpfs", str(folder)]
+    options = ["-t", "tmpfs", "-o", "size=96k", "tmpfs", str(folder)]
     mount = shutil.which("mount")
     if mount is None or subprocess.run([mount, *options], capture_output=True).returncode:
         pytest.skip("no right to mount a tmpfs here")
@@ -97,7 +108,7 @@ def test_cut_short(tmp_path: Path, file: str) -> None:
 
 
 def test_one_changed_bit(tmp_path: Path) -> None:
-    path = write(tmp_path, 1) / WEIGHTS_FILE
+    path = write(tmp_path, 1) / FILES[0]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -124,11 +135,11 @@ def test_description_cut_short(tmp_path: Path, text: str) -> None:
     assert f"{path}: not readable" in error_of(path.parent)
 
 
-@pytest.mark.parametrize("content", [[], {}, {"format": 2}, {"format": "1"}])
+@pytest.mark.parametrize("content", [[], {}, {"format": 1}, {"format": "2"}])
 def test_other_format(tmp_path: Path, content: object) -> None:
     path = write(tmp_path, 1) / "state.json"
     path.write_text(json.dumps(content))
-    assert f"{path}: not a checkpoint of format 1" in error_of(path.parent)
+    assert f"{path}: not a checkpoint of format 2" in error_of(path.parent)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         read_info(path.parent)
 
@@ -150,7 +161,7 @@ def test_description_with_an_unknown_entry(tmp_path: Path) -> None:
     assert "mood" in error_of(path.parent)
 
 
-@pytest.mark.parametrize("files", [{}, {WEIGHTS_FILE: ""}, [WEIGHTS_FILE]])
+@pytest.mark.parametrize("files", [{}, {FILES[0]: ""}, [FILES[0]]])
 def test_description_of_other_files(tmp_path: Path, files: object) -> None:
     path = write(tmp_path, 1) / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
@@ -173,7 +184,7 @@ def fail(*_: object, **__: object) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("step", ["save_file", "_sha256", "_flush"])
+@pytest.mark.parametrize("step", ["write_parts", "_sha256", "_flush"])
 def test_a_failure_at_any_step_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -192,12 +203,13 @@ def test_what_the_disk_garbles_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path, 5, value=1.0)
-    garbled = (info_of(5), state_of(3.0))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "read_checkpoint", lambda _: garbled)
+        patch.setattr(checkpoint, "equals_file", lambda *_: False)
         with pytest.raises(CheckpointError) as caught:
             write(tmp_path, 5, value=2.0)
-    assert f"{folder}: what was read back differs" in str(caught.value)
+    assert f"{folder}: what was read back of trainable-00000.safetensors differs" in str(
+        caught.value
+    )
     assert is_whole(folder, 1.0)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
@@ -226,7 +238,7 @@ def test_a_left_over_of_a_killed_write_is_no_checkpoint(tmp_path: Path) -> None:
     good = write(tmp_path, 1)
     left_over = good.with_name(".iteration_000002.writing")
     left_over.mkdir()
-    (left_over / WEIGHTS_FILE).write_bytes(b"half")
+    (left_over / FILES[0]).write_bytes(b"half")
     assert list_checkpoints(tmp_path) == [good]
     assert is_whole(write(tmp_path, 2), 1.0)
     assert not left_over.exists()
@@ -250,3 +262,87 @@ def test_fewer_than_are_kept(tmp_path: Path) -> None:
     folder = write(tmp_path, 1)
     delete_old_checkpoints(tmp_path, keep_last=3, newest=folder)
     assert list_checkpoints(tmp_path) == [folder]
+
+
+def parts_of(value: float, ranks: int) -> list[list[StatePart]]:
+    """A state's parts on several ranks, cut without regard to the tensors' rows."""
+    parts: list[list[StatePart]] = [[] for _ in range(ranks)]
+    for part in whole_parts(state_of(value)):
+        start = 0
+        for rank, data in enumerate(part.data.tensor_split(ranks)):
+            parts[rank].append(StatePart(part.key, part.shape, start, data))
+            start += len(data)
+    return parts
+
+
+def write_on_ranks(run_dir: Path, iteration: int, ranks: int, value: float = 1.0) -> Path:
+    folder = checkpoint_folder(run_dir, iteration)
+    prepare_checkpoint(folder)
+    for rank, parts in enumerate(parts_of(value, ranks)):
+        write_rank(folder, rank, parts)
+    commit_checkpoint(folder, info_of(iteration), ranks, timeout_s=0)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_ranks_wrote_is_one_state(tmp_path: Path, ranks: int) -> None:
+    folder = write_on_ranks(tmp_path, 4, ranks)
+    assert len(list(folder.iterdir())) == 1 + 2 * ranks
+    assert is_whole(folder, 1.0)
+    _, reader = open_checkpoint(folder)
+    whole = state_of(1.0)["weight.a.b"].flatten()
+    for start, stop in ((0, 2048), (1, 2), (683, 1365), (1000, 2048), (5, 5)):
+        assert torch.equal(reader.read("weight.a.b", start, stop), whole[start:stop])
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = write_on_ranks(tmp_path, 4, 3)
+    (folder / WEIGHTS_FILE.format(1)).unlink()
+    assert f"{folder / WEIGHTS_FILE.format(1)}: missing" in error_of(folder)
+
+
+def test_shards_that_do_not_belong_together(tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path, 1)
+    prepare_checkpoint(folder)
+    write_rank(folder, 0, parts_of(1.0, 2)[0])
+    commit_checkpoint(folder, info_of(1), 1, timeout_s=0)
+    assert "hold only parts of" in error_of(folder)
+
+
+def test_a_rank_that_never_writes_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    good = write(tmp_path, 1)
+    folder = checkpoint_folder(tmp_path, 2)
+    prepare_checkpoint(folder)
+    write_rank(folder, 0, parts_of(1.0, 2)[0])
+    with pytest.raises(CheckpointError, match=r"learner ranks \[1\] wrote no part"):
+        commit_checkpoint(folder, info_of(2), 2, timeout_s=0)
+    assert list(good.parent.iterdir()) == [good]
+
+
+def test_a_rank_that_does_not_see_the_folder_is_told_why(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="file system that all learner ranks share"):
+        write_rank(checkpoint_folder(tmp_path, 1), 1, [])
+
+
+def test_the_average_is_read_instead_of_the_weights(tmp_path: Path) -> None:
+    folder = checkpoint_folder(tmp_path, 1)
+    write_checkpoint(folder, info_of(1), state_of(1.0) | {"ema.a.b": torch.full((64, 32), 0.5)})
+    assert read_weights(folder, average=True)["a.b"].unique().tolist() == [0.5]
+    with pytest.raises(CheckpointError, match=r"learner\.ema_decay was not set"):
+        read_weights(write(tmp_path, 2), average=True)
+
+
+def test_the_best_one_outlives_the_last_ones(tmp_path: Path) -> None:
+    scores = {1: 0.2, 2: 0.9, 3: None, 4: 0.4, 5: 0.3}
+    for iteration, score in scores.items():
+        folder = checkpoint_folder(tmp_path, iteration)
+        write_checkpoint(folder, replace(info_of(iteration), score=score), state_of(1.0))
+        delete_old_checkpoints(tmp_path, keep_last=1, newest=folder)
+    best, last = (checkpoint_folder(tmp_path, iteration) for iteration in (2, 5))
+    assert list_checkpoints(tmp_path) == [best, last]
+    assert best_checkpoint(tmp_path) == best
+
+
+def test_without_scores_there_is_no_best_one(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    assert best_checkpoint(tmp_path) is None

@@ -33,7 +33,7 @@ def test_a_damaged_checkpoint_is_named_and_ends_the_start(
     checkpoint = tmp_path / "iteration_000001"
     state = {"weight.a": torch.ones(2), "exp_avg.a": torch.ones(2), "exp_avg_sq.a": torch.ones(2)}
     write_checkpoint(checkpoint, CheckpointInfo(1, 1, 1, 1, 1.0, "full", 0), state)
-    file = checkpoint / WEIGHTS_FILE
+    file = checkpoint / WEIGHTS_FILE.format(0)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError) as caught:
         LearnerGroup(tiny_config(tmp_path / "run", "learner.ranks=1"), placement, checkpoint)

@@ -1,5 +1,6 @@
 """The learner on real DeepSpeed ranks: what it computes depends on neither ranks nor sharding."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,13 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoint import CheckpointInfo
+from g2rpo_ray.learner.checkpoint import CheckpointError, CheckpointInfo
 from g2rpo_ray.learner.engine import LearnerError
+from g2rpo_ray.learner.shards import StatePart
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.learner.worker import Learner
 from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.weights import WeightMismatchError
 from g2rpo_ray.rollout.group import RolloutGroup
 from tests.tiny import draw_groups, encode, equal_weights, tiny_config
 
@@ -46,8 +49,8 @@ class Rank(Learner):
         )
         return self.start(address, port, checkpoint)
 
-    def state(self) -> State:
-        return self.engine.state()
+    def state_parts(self) -> list[StatePart]:
+        return self.engine.state_parts()
 
     def step_with_gradient(self, value: float) -> float:
         """An optimizer step on a gradient that is ``value`` everywhere."""
@@ -77,7 +80,14 @@ class Ranks:
         return reports
 
     def state(self) -> State:
-        state: State = self.call("state")[0]
+        """Put together from the ranks' parts, each of which must be there once."""
+        state: State = {}
+        for part in (part for parts in self.call("state_parts") for part in parts):
+            whole = state.setdefault(part.key, torch.full((math.prod(part.shape),), torch.nan))
+            place = whole[part.start : part.start + len(part.data)]
+            assert place.isnan().all()
+            place.copy_(part.data)
+        assert not any(whole.isnan().any() for whole in state.values())
         return state
 
 
@@ -218,6 +228,84 @@ def test_a_checkpoint_continues_to_the_bit_and_on_another_number_of_ranks(
     other = ranks[3 - count].state()
     error = relative_error(part(other, "weight."), part(uninterrupted, "weight."))
     assert error < ROUNDING
+
+
+def test_the_moving_average_follows_the_weights_and_survives_a_resume(
+    ranks: dict[int, Ranks], groups: list[RolloutGroup], mode: str, tmp_path: Path
+) -> None:
+    overrides = [*MODES[mode], "learner.ema_decay=0.75", "learner.zero_stage=3"]
+    checkpoint = tmp_path / "run" / "checkpoints" / "iteration_000001"
+    ranks[2].start(*overrides)
+    weights = [part(ranks[2].state(), "weight.")]
+    updates = 0
+    for _ in range(2):
+        reports = ranks[2].update(groups[:2])
+        updates += len(reports[0].grad_norms)
+        weights.append(part(ranks[2].state(), "weight."))
+    if updates == 2:
+        expected = 0.75 * (0.75 * weights[0] + 0.25 * weights[1]) + 0.25 * weights[2]
+        torch.testing.assert_close(part(ranks[2].state(), "ema."), expected, rtol=0, atol=1e-6)
+    ranks[2].call("save", checkpoint, CheckpointInfo(2, 2, updates, 1, 1.0, mode, 0))
+    ranks[2].update(groups[2:])
+    uninterrupted = ranks[2].state()
+    ranks[2].start(*overrides, checkpoint=checkpoint)
+    ranks[2].update(groups[2:])
+    assert equal_weights(ranks[2].state(), uninterrupted)
+
+
+def test_steps_that_share_a_pass_change_only_rounding(
+    ranks: dict[int, Ranks], groups: list[RolloutGroup]
+) -> None:
+    overrides = ["learner.update=per_iteration"]
+    results = []
+    for steps in (1, 2):
+        ranks[2].start(*overrides, f"learner.steps_per_pass={steps}")
+        reports = ranks[2].update(groups[:3])
+        results.append((part(ranks[2].state(), "exp_avg."), reports))
+    assert relative_error(results[1][0], results[0][0]) < ROUNDING
+    for one, two in zip(results[0][1], results[1][1], strict=True):
+        assert one.grad_norms == pytest.approx(two.grad_norms, rel=ROUNDING)
+        keys = [[(r.group_id, r.position) for r in report.records] for report in (one, two)]
+        assert sorted(keys[0]) == sorted(keys[1])
+        losses = [{(r.group_id, r.position): r.loss for r in x.records} for x in (one, two)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offloading_the_optimizer_changes_only_rounding(
+    ranks: dict[int, Ranks],
+    mode: str,
+    groups: list[RolloutGroup],
+    expected: Mapping[int, tuple[State, list[float]]],
+    stage: int,
+) -> None:
+    state, reports = start_and_update(
+        ranks[2], mode, groups[:3], f"learner.zero_stage={stage}", "learner.offload_optimizer=true"
+    )
+    expected_state, grad_norms = expected[3]
+    assert reports[0].grad_norms == pytest.approx(grad_norms, rel=ROUNDING)
+    assert relative_error(part(state, "weight."), part(expected_state, "weight.")) < ROUNDING
+
+
+def test_a_checkpoint_of_other_weights_is_refused(ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "iteration_000001"
+    ranks[1].start(*MODES["lora"])
+    ranks[1].call("save", checkpoint, CheckpointInfo(1, 1, 1, 1, 1.0, "lora", 0))
+    with pytest.raises(WeightMismatchError, match=r"belongs to another model\.path"):
+        ranks[1].start("model.lora.rank=8", checkpoint=checkpoint)
+    with pytest.raises(WeightMismatchError, match=r"belongs to another model\.path"):
+        ranks[1].start(*MODES["full"], checkpoint=checkpoint)
+
+
+def test_a_checkpoint_that_cannot_be_begun_names_the_cause_on_every_rank(
+    ranks: dict[int, Ranks], groups: list[RolloutGroup], mode: str, tmp_path: Path
+) -> None:
+    ranks[2].start(*MODES[mode])
+    (tmp_path / "checkpoints").write_text("in the way")
+    folder = tmp_path / "checkpoints" / "iteration_000001"
+    with pytest.raises(CheckpointError, match="checkpoint not written"):
+        ranks[2].call("begin_save", folder, CheckpointInfo(1, 1, 1, 1, 1.0, mode, 0))
+    ranks[2].update(groups[:2])
 
 
 def test_bfloat16_continues_from_its_float32_weights(

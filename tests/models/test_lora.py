@@ -52,6 +52,19 @@ def test_only_adapters_are_trained() -> None:
     assert "68 tensors of 34 modules" in coverage(policy.transformer)
 
 
+def test_a_choice_of_modules_is_trained_alone() -> None:
+    policy = policy_of("model.trained_modules=[single_transformer_blocks, attn.to_q]")
+    names = set(trainable_parameters(policy))
+    every = {name for name, _ in policy.transformer.named_parameters()}
+    assert names == {n for n in every if n.startswith("single_") or ".attn.to_q." in n}
+    assert 0 < len(names) < len(every)
+
+
+def test_a_chosen_module_that_is_none_is_named() -> None:
+    with pytest.raises(ModelFolderError, match=r"model\.trained_modules: 'blocks' is part of no"):
+        policy_of("model.trained_modules=[blocks]")
+
+
 def test_full_fine_tuning_trains_everything() -> None:
     policy = policy_of()
     count = sum(p.numel() for p in policy.parameters())

@@ -1,5 +1,6 @@
 """Weights by name: they bind completely or not at all, and the checksum proves it."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from g2rpo_ray.models.flux import FluxPolicy, load_policy
 from g2rpo_ray.models.weights import (
+    PackedWeights,
     WeightMismatchError,
     load_weights,
     receipt,
@@ -66,6 +68,20 @@ def test_the_checksum_is_of_values_not_of_strides_or_order() -> None:
     first = receipt(0, {"a": tensor, "b": tensor})
     assert first == receipt(0, {"b": strided, "a": strided})
     assert (first.tensors, first.bytes) == (2, 2 * 24 * 4)
+
+
+def test_packed_weights_travel_in_one_buffer_and_bind(policy: FluxPolicy) -> None:
+    new = changed(weights_of(policy))
+    mixed = new | {"odd.bfloat16": torch.randn(3).bfloat16(), "scalar": torch.tensor(2.0)}
+    buffers: list[pickle.PickleBuffer] = []
+    blob = pickle.dumps(PackedWeights.of(mixed), protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 1
+    assert len(blob) < 20_000
+    arrived = pickle.loads(blob, buffers=[buffer.raw().toreadonly() for buffer in buffers])
+    assert equal_weights(arrived, mixed)
+    assert receipt(3, arrived) == receipt(3, mixed)
+    load_weights(policy, PackedWeights.of(new))
+    assert equal_weights(weights_of(policy), new)
 
 
 def test_missing_and_unknown_names_change_nothing(policy: FluxPolicy) -> None:

@@ -134,6 +134,7 @@ def test_a_worker_that_hangs_is_named_and_the_next_sync_goes_through(
     with pytest.raises(WeightSyncError) as caught:
         ranks.sync(transport, workers, 2)
     assert "missing: rollout worker 1" in str(caught.value)
+    assert caught.value.workers == [1]
     assert "given up" not in str(caught.value)
     ray.get(workers[1].hang.remote(0))
     ranks.sync(transport, workers, 3)
@@ -151,6 +152,7 @@ def test_a_worker_that_dies_is_named_and_the_others_go_on(
     with pytest.raises(WeightSyncError, match="rollout worker 2 died") as caught:
         ranks.sync(transport, [*workers, doomed], 2)
     assert "learner rank" not in str(caught.value)
+    assert caught.value.workers == [2]
     assert time.monotonic() - started_s < 60
     ray.get(workers[0].hang.remote(0))
     ranks.sync(transport, workers, 3)

@@ -1,0 +1,143 @@
+"""One rank's fp32 master weights and AdamW moments by name, wherever DeepSpeed keeps them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+
+from g2rpo_ray.learner.shards import StatePart, StateReader
+from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.models.weights import WeightMismatchError, trainable_parameters
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@torch.no_grad()
+def load_whole_weights(policy: FluxPolicy, state: StateReader) -> None:
+    """Into the policy, before DeepSpeed splits it; one tensor at a time.
+
+    Raises:
+        WeightMismatchError: the state is of other weights.
+    """
+    parameters = trainable_parameters(policy)
+    saved = {k.removeprefix("weight."): state.shape(k) for k in state if k.startswith("weight.")}
+    wrong = sorted(
+        name
+        for name in parameters.keys() | saved.keys()
+        if name not in parameters or saved.get(name) != tuple(parameters[name].shape)
+    )
+    if wrong:
+        raise WeightMismatchError(
+            f"{len(wrong)} tensors of the checkpoint and of the model differ, first "
+            f"{', '.join(wrong[:3])}: it belongs to another model.path, model.lora or "
+            "model.trained_modules"
+        )
+    for name, parameter in parameters.items():
+        parameter.copy_(state[f"weight.{name}"])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Elements of a flattened tensor."""
+
+    shape: tuple[int, ...]
+    start: int
+    length: int
+
+
+class MasterState:
+    """What this rank optimises: a range of every flattened weight (none, of some)."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ema_decay: float | None) -> None:
+        """
+        Args:
+            parameters: after DeepSpeed has split them.
+            ema_decay: of the moving average of the fp32 weights; none keeps no average.
+        """
+        self._parameters: dict[str, Any] = dict(parameters)
+        self._decay = ema_decay
+        self._averages = self._copies() if ema_decay is not None else {}
+
+    def parts(self) -> list[StatePart]:
+        """Copies on the CPU."""
+        parts = []
+        for name, parameter in self._parameters.items():
+            place = self._place(parameter)
+            tensors = {"weight": self._fp32(parameter)}
+            tensors |= {moment: self._fp32(parameter, moment) for moment in MOMENTS}
+            if name in self._averages:
+                tensors["ema"] = self._averages[name]
+            for kind, tensor in tensors.items():
+                data = tensor[: place.length].to("cpu", copy=True)
+                parts.append(StatePart(f"{kind}.{name}", place.shape, place.start, data))
+        return [part for part in parts if len(part.data) > 0]
+
+    @torch.no_grad()
+    def load(self, state: StateReader) -> None:
+        """Fill in what was saved; an average begins with the weights where none was saved."""
+        for name, parameter in self._parameters.items():
+            for kind in (None, *MOMENTS):
+                value = self._read(state, f"{kind or 'weight'}.{name}", parameter)
+                self._set_fp32(parameter, value, kind)
+        if self._averages:
+            saved = any(key.startswith("ema.") for key in state)
+            kind = "ema" if saved else "weight"
+            self._averages = {
+                name: self._read(state, f"{kind}.{name}", self._parameters[name])
+                for name in self._averages
+            }
+
+    def _read(self, state: StateReader, key: str, parameter: Any) -> Tensor:
+        """This rank's part, on its device; the last rank's is padded under ZeRO-3."""
+        place = self._place(parameter)
+        value = torch.zeros_like(self._fp32(parameter))
+        value[: place.length] = state.read(key, place.start, place.start + place.length)
+        return value
+
+    def _place(self, parameter: Any) -> _Place:
+        """Which elements of a flattened weight this rank optimises."""
+        if hasattr(parameter, "ds_tensor"):
+            size = parameter.ds_tensor.numel()
+            start = min(torch.distributed.get_rank() * size, parameter.ds_numel)
+            length = min(size, parameter.ds_numel - start)
+            return _Place(tuple(parameter.ds_shape), start, length)
+        if parameter._hp_mapping is None:
+            return _Place(tuple(parameter.shape), 0, 0)
+        address = parameter._hp_mapping.lp_fragment_address
+        return _Place(tuple(parameter.shape), address.start, address.numel)
+
+    def _fp32(self, parameter: Any, moment: str | None = None) -> Tensor:
+        """This rank's part of a master weight, or of a moment; flat, padded under ZeRO-3."""
+        if hasattr(parameter, "ds_tensor"):
+            if moment is None:
+                return safe_get_local_fp32_param(parameter).detach()
+            return safe_get_local_optimizer_state(parameter, moment)
+        if parameter._hp_mapping is None:
+            return torch.empty(0)
+        return parameter._hp_mapping.get_hp_fragment(moment).detach()
+
+    def _set_fp32(self, parameter: Any, value: Tensor, moment: str | None) -> None:
+        if not hasattr(parameter, "ds_tensor"):
+            self._fp32(parameter, moment).copy_(value)
+        elif moment is None:
+            safe_set_local_fp32_param(parameter, value)
+        else:
+            safe_set_local_optimizer_state(parameter, value, moment)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Move the average towards the weights of now."""
+        for name, average in self._averages.items():
+            assert self._decay is not None
+            average.lerp_(self._fp32(self._parameters[name]), 1 - self._decay)
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: self._fp32(parameter).clone() for name, parameter in self._parameters.items()}
