@@ -1,7 +1,7 @@
 """The run folder: opening it, resuming in it, and what is written at the end.
 
-``<run_dir>/``: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl``, ``tensorboard/``,
-``checkpoints/``, ``pictures/heldout/``, ``summary.json``, ``report.html``.
+``<run_dir>/``: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl``, ``log.jsonl``,
+``tensorboard/``, ``checkpoints/``, ``pictures/heldout/``, ``summary.json``, ``report.html``.
 """
 
 import json

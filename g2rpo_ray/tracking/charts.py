@@ -45,13 +45,16 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 2)
 
 
-def line_chart(title: str, series: Sequence[Series], *, from_zero: bool = False) -> str:
+def line_chart(
+    title: str, series: Sequence[Series], *, from_zero: bool = False, x_label: str = "iteration"
+) -> str:
     """Lines over iterations; series without any number are left out.
 
     Args:
         title: heading of the chart, plain text.
         series: drawn in this order, the last on top.
         from_zero: the y axis starts at 0, for numbers that cannot be negative.
+        x_label: what x is, where it is no iteration.
 
     Returns:
         HTML ``<figure>``; with no number at all it says so.
@@ -64,7 +67,7 @@ def line_chart(title: str, series: Sequence[Series], *, from_zero: bool = False)
     x_scale = Scale(*_widened(min(xs), max(xs), 0), LEFT, WIDTH - RIGHT)
     y_scale = _y_scale(min(ys), max(ys), from_zero)
     drawn = "".join(_line(line, x_scale, y_scale) for line in shown)
-    return _figure(title, _legend(shown) + _svg(title, _axes(x_scale, y_scale) + drawn))
+    return _figure(title, _legend(shown) + _svg(title, _axes(x_scale, y_scale, x_label) + drawn))
 
 
 def stacked_bars(title: str, layers: Sequence[Series]) -> str:
@@ -159,7 +162,7 @@ def _stretches(points: Sequence[Point]) -> Iterator[list[tuple[float, float]]]:
         yield stretch
 
 
-def _axes(x_scale: Scale, y_scale: Scale) -> str:
+def _axes(x_scale: Scale, y_scale: Scale, x_label: str = "iteration") -> str:
     parts = []
     for value in ticks(y_scale.low, y_scale.high):
         y = y_scale(value)
@@ -174,7 +177,7 @@ def _axes(x_scale: Scale, y_scale: Scale) -> str:
                 f'text-anchor="middle">{value:g}</text>'
             )
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 3}" text-anchor="middle">iteration</text>')
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 3}" text-anchor="middle">{x_label}</text>')
     return "".join(parts)
 
 

@@ -64,8 +64,12 @@ class Command:
         return found
 
 
-def train(config: Config, *options: str) -> Command:
-    """Start ``g2rpo train`` in a session of its own, as a terminal would."""
+def train(config: Config, *options: str, **variables: str) -> Command:
+    """Start ``g2rpo train`` in a session of its own, as a terminal would.
+
+    Args:
+        variables: added to its environment.
+    """
     folder = Path(tempfile.mkdtemp(dir=Path(config.run_dir).parent)).resolve()
     save_config(config, folder / "settings.yaml")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
@@ -73,7 +77,7 @@ def train(config: Config, *options: str) -> Command:
         process = subprocess.Popen(
             [sys.executable, "-m", "g2rpo_ray.cli", "train", "settings.yaml", *options],
             cwd=folder,
-            env=environment | {"PYTHONPATH": str(ROOT)},
+            env=environment | {"PYTHONPATH": str(ROOT)} | variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
