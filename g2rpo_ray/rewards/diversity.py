@@ -18,7 +18,7 @@ class DiversityScorer(ClipScorer):
     kind = "diversity"
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-        features = self._similarity.image_features(pictures)
+        features = self._features.image(pictures).cpu()
         distances = 1 - features @ features.T
         same = torch.tensor([[one == other for other in prompts] for one in prompts])
         same.fill_diagonal_(False)

@@ -1,7 +1,7 @@
-"""An open_clip model as a text-image similarity, shared by the ``hps`` and ``clip`` scorers."""
+"""Loading an open_clip model from local files, never from the hub, with nothing guessed."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,57 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.config import resolve_path
+from g2rpo_ray.rewards.checkpoint_file import load_state_dict, load_weights
+from g2rpo_ray.rewards.clip_features import DTYPES, ClipFeatures
+from g2rpo_ray.rewards.preprocess import ClipPreprocess
 from g2rpo_ray.rewards.scorer import ScorerError
 
-CACHED_PROMPTS = 4096
 LOCAL_DIR = "local-dir:"
+OWN_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+"""What open_clip calls the weights in a model's folder."""
+
+
+def load_clip_features(
+    architecture: str,
+    checkpoint: str | None,
+    device: str,
+    dtype: str,
+    preprocess_of: Callable[[Any], Callable[[Tensor], Tensor]] | None = None,
+) -> ClipFeatures:
+    """Features of an open_clip model.
+
+    Args:
+        architecture: ``local-dir:FOLDER`` with open_clip_config.json, or an open_clip name.
+        checkpoint: weights file; None takes the folder's own.
+        preprocess_of: model -> its preprocessing; open_clip's own by default.
+
+    Raises:
+        ScorerError: a file is missing or does not fit, or open_clip knows no such model.
+    """
+    import open_clip
+
+    name = resolve_architecture(architecture)
+    weights = _weights_of(name, checkpoint)
+    state = load_state_dict(weights)
+    # Not with its weights: where a folder has none, open_clip goes on with random ones.
+    model = open_clip.create_model(name, load_weights=False)
+    load_weights(model, state, weights)
+    model = model.to(device, DTYPES[dtype]).eval()
+    tokenizer = open_clip.get_tokenizer(name)
+
+    def encode_text(prompt: str) -> Tensor:
+        features: Tensor = model.encode_text(tokenizer([prompt]).to(device))[0]
+        return features
+
+    if preprocess_of is None:
+        preprocess: Callable[[Tensor], Tensor] = ClipPreprocess.of_open_clip(
+            model.visual.preprocess_cfg
+        )
+    else:
+        preprocess = preprocess_of(model)
+    return ClipFeatures(
+        model.encode_image, encode_text, preprocess, torch.device(device), DTYPES[dtype]
+    )
 
 
 def resolve_architecture(architecture: str) -> str:
@@ -32,82 +79,28 @@ def resolve_architecture(architecture: str) -> str:
         return architecture
     folder = resolve_path(architecture.removeprefix(LOCAL_DIR))
     # Without the file open_clip would go on with a default, and with other preprocessing.
-    if not (folder / "open_clip_config.json").is_file():
+    config_file = folder / "open_clip_config.json"
+    if not config_file.is_file():
         raise ScorerError(f"{folder}: no open_clip_config.json in it (or no such folder)")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ScorerError(f"{config_file}: not valid JSON: {error}") from error
+    for section, keys in (("model_cfg", ["vision_cfg"]), ("preprocess_cfg", ["mean", "std"])):
+        found = config.get(section) if isinstance(config, dict) else None
+        missing = keys if not isinstance(found, dict) else [key for key in keys if key not in found]
+        if missing:
+            raise ScorerError(f"{config_file}: {section} lacks {', '.join(missing)}")
     return f"{LOCAL_DIR}{folder}"
 
 
-class ClipSimilarity:
-    """Cosine of normalised image and text features."""
-
-    def __init__(self, model: Any, tokenizer: Any, preprocess: Callable[[Tensor], Tensor]) -> None:
-        """
-        Args:
-            model: an open_clip model on its device, in evaluation mode.
-            tokenizer: of the same model.
-            preprocess: uint8 ``[B, H, W, 3]`` on the CPU -> what the image tower takes.
-        """
-        self._model, self._tokenizer, self._preprocess = model, tokenizer, preprocess
-        self._device = next(model.parameters()).device
-        self._text_features = lru_cache(CACHED_PROMPTS)(self._encode_text)
-
-    @torch.inference_mode()
-    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-        """uint8 ``[B, H, W, 3]`` and B texts -> float32 ``[B]`` on the CPU."""
-        text_features = torch.stack([self._text_features(prompt) for prompt in prompts]).cpu()
-        return (self.image_features(pictures) * text_features).sum(dim=-1)
-
-    @torch.inference_mode()
-    def image_features(self, pictures: Tensor) -> Tensor:
-        """uint8 ``[B, H, W, 3]`` -> normalised float32 ``[B, features]`` on the CPU."""
-        images = self._preprocess(pictures).to(self._device)
-        features: Tensor = self._model.encode_image(images, normalize=True).float().cpu()
-        return features
-
-    def _encode_text(self, prompt: str) -> Tensor:
-        tokens = self._tokenizer([prompt]).to(self._device)
-        features: Tensor = self._model.encode_text(tokens, normalize=True)[0].float()
-        return features
-
-
-def load_state_dict(checkpoint: Path) -> dict[str, Tensor]:
-    """Weights of a ``.pt`` (``{'state_dict': ...}`` or bare) or ``.safetensors`` file.
-
-    Raises:
-        ScorerError: the file is missing, damaged, or holds anything but tensors (never unpickled).
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not checkpoint.is_file():
-        raise ScorerError(f"{checkpoint}: no such checkpoint file")
-    try:
-        if checkpoint.suffix == ".safetensors":
-            return load_file(checkpoint)
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    # torch.load raises whatever a damaged zip or pickle makes it raise.
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:
-        raise ScorerError(f"{checkpoint}: damaged checkpoint: {error}") from error
-    except Exception as error:
-        if type(error).__name__ != "UnpicklingError":
-            raise
-        raise ScorerError(f"{checkpoint}: not a file of plain tensors: {error}") from error
-    state = content.get("state_dict", content) if isinstance(content, dict) else content
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise ScorerError(
-            f"{checkpoint}: expected tensors by name, bare or under 'state_dict', found "
-            f"{type(state).__name__}"
-        )
-    return state
-
-
-def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path) -> None:
-    """Fill a model with exactly these weights.
-
-    Raises:
-        ScorerError: keys are missing or left over, or shapes differ; the first few are named.
-    """
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise ScorerError(f"{source}: does not fit the architecture: {str(error)[:600]}") from error
+def _weights_of(name: str, checkpoint: str | None) -> Path:
+    if checkpoint is not None:
+        return resolve_path(checkpoint)
+    if not name.startswith(LOCAL_DIR):
+        raise ScorerError(f"with architecture {name!r} the option 'checkpoint' must name a file")
+    folder = Path(name.removeprefix(LOCAL_DIR))
+    for file in OWN_WEIGHTS:
+        if (folder / file).is_file():
+            return folder / file
+    raise ScorerError(f"{folder}: no weights in it; expected one of {', '.join(OWN_WEIGHTS)}")

@@ -3,16 +3,26 @@
 from typing import Any
 
 from g2rpo_ray.config import Section
+from g2rpo_ray.rewards.aesthetic import AestheticScorer
 from g2rpo_ray.rewards.clip import ClipScorer
 from g2rpo_ray.rewards.custom import PythonScorer
 from g2rpo_ray.rewards.diversity import DiversityScorer
 from g2rpo_ray.rewards.hps import HpsScorer
 from g2rpo_ray.rewards.oracle import OracleScorer
+from g2rpo_ray.rewards.pickscore import PickscoreScorer
 from g2rpo_ray.rewards.scorer import RewardScorer
 
 SCORERS: dict[str, type[RewardScorer]] = {
     scorer.kind: scorer
-    for scorer in (HpsScorer, ClipScorer, DiversityScorer, OracleScorer, PythonScorer)
+    for scorer in (
+        HpsScorer,
+        ClipScorer,
+        PickscoreScorer,
+        AestheticScorer,
+        DiversityScorer,
+        OracleScorer,
+        PythonScorer,
+    )
 }
 
 

@@ -1,0 +1,284 @@
+#!/usr/bin/env python3
+"""Scoring a prompt's pictures in batches, against one picture at a time, in one run.
+
+    python scripts/bench_rewards.py --json rewards.json        # one card, two ViT-H-14 scorers
+    python scripts/bench_rewards.py --tiny                     # the CPU, the quickstart's scorers
+
+The true-size scorers have random weights, made on the device: no downloads. "One at a time" is the
+published order: each picture goes through PIL and both towers by itself, under autocast on a card,
+and its text is encoded again. Ours scores batches, preprocesses on the device and encodes each text
+once. Scores of both are compared where the dtype is the same or not: the largest difference is
+printed beside the time.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import Compose, Normalize, ToTensor
+
+from g2rpo_ray.rewards.clip_features import DTYPES, ClipFeatures
+from g2rpo_ray.rewards.preprocess import ClipPreprocess, HpsPreprocess
+
+TINY_FOLDER = "g2rpo_ray/tiny_world/assets/clip"
+PROMPTS = ("a red circle left of a green triangle", "a blue square above a yellow circle")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is scored."""
+
+    architecture: str
+    side: int
+    """Height and width of the pictures."""
+    pictures: int
+    batch_size: int
+    dtypes: tuple[str, ...]
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """One CLIP model, to be asked in either way."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    one_picture: Callable[[Image.Image], Tensor]
+    preprocess: Callable[[Tensor], Tensor]
+
+
+def main() -> None:
+    arguments = _arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() and not arguments.tiny else "cpu")
+    if device.type == "cpu" and not arguments.tiny:
+        raise SystemExit("no CUDA card; --tiny measures the quickstart's scorers on the CPU")
+    if arguments.tiny:
+        torch.set_num_threads(arguments.threads)
+        case = Case("local-dir:" + str(_tiny_folder()), 64, 24, 32, ("float32", "bfloat16"), device)
+    else:
+        dtypes = tuple(arguments.dtypes.split(","))
+        case = Case(
+            arguments.architecture, arguments.side, arguments.pictures, arguments.batch_size,
+            dtypes, device,
+        )  # fmt: skip
+    result = measure(case, arguments.repeats)
+    print_table(result)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    """Seconds of both ways for all pictures and both scorers, and how far their scores differ."""
+    pictures = make_pictures(case)
+    scorers = list(make_scorers(case))
+    one_at_a_time(scorers, pictures[:4], case.device)
+    singles = [
+        timed(lambda: one_at_a_time(scorers, pictures, case.device), case.device)
+        for _ in range(repeats)
+    ]
+    single_s, expected = min(seconds for seconds, _ in singles), singles[0][1]
+    rows = []
+    for dtype in case.dtypes:
+        asked = [
+            ClipFeatures(
+                scorer.model.to(DTYPES[dtype]).encode_image,
+                _text_encoder(scorer, case.device),
+                scorer.preprocess,
+                case.device,
+                DTYPES[dtype],
+            )
+            for scorer in scorers
+        ]
+        batched(asked, pictures, case.batch_size)
+        best_s = min(
+            timed(lambda: batched(asked, pictures, case.batch_size), case.device)[0]  # noqa: B023
+            for _ in range(repeats)
+        )
+        preprocess_s = min(_preprocess_seconds(scorers, pictures, case) for _ in range(repeats))
+        scores = batched(asked, pictures, case.batch_size)
+        rows.append(
+            {
+                "dtype": dtype,
+                "batched_s": best_s,
+                "preprocess_s": preprocess_s,
+                "ratio": single_s / best_s,
+                "ms_per_picture_and_scorer": 1e3 * best_s / len(pictures) / len(scorers),
+                "max_abs_score_difference": float((scores - expected).abs().max()),
+            }
+        )
+        for scorer in scorers:
+            scorer.model.float()
+    return {
+        "device": torch.cuda.get_device_name()
+        if case.device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "torchvision", "open_clip_torch")},
+        },
+        "architecture": case.architecture,
+        "scorers": [scorer.name for scorer in scorers],
+        "pictures": len(pictures),
+        "side": case.side,
+        "batch_size": case.batch_size,
+        "one_at_a_time_s": single_s,
+        "score_spread": [float(column.std()) for column in expected.unbind(dim=1)],
+        "batched": rows,
+        "ratio": max(row["ratio"] for row in rows),
+    }
+
+
+def make_pictures(case: Case) -> Tensor:
+    """uint8 ``[B, side, side, 3]``: soft colours that differ, as decoded pictures are."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(case.pictures, 3, 9, 9, generator=generator)
+    size = [case.side, case.side]
+    images = torch.nn.functional.interpolate(coarse, size, mode="bicubic").clamp(0, 1)
+    return (255 * images).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def make_scorers(case: Case) -> Iterator[Scorer]:
+    """HPS and CLIP, with the model's own weights or random ones."""
+    torch.manual_seed(0)
+    own_weights = case.architecture.startswith("local-dir:")
+    for name in ("hps", "clip"):
+        model = open_clip.create_model(
+            case.architecture, load_weights=own_weights, device=case.device
+        ).eval()
+        settings = model.visual.preprocess_cfg
+        tokenizer = open_clip.get_tokenizer(case.architecture)
+        if name == "clip":
+            one: Any = image_transform_v2(PreprocessCfg(**settings), is_train=False)
+            yield Scorer(name, model, tokenizer, one, ClipPreprocess.of_open_clip(settings))
+        else:
+            side = model.visual.image_size[0]
+            fitted = HpsPreprocess(side, [0.0] * 3, [1.0] * 3)
+            # HPSv2's own steps, for one picture: tensor first, then resize, then normalise.
+            one = Compose(
+                [
+                    ToTensor(),
+                    lambda image, fit=fitted: fit(255 * image[None])[0],
+                    Normalize(settings["mean"], settings["std"]),
+                ]
+            )
+            ours = HpsPreprocess(side, settings["mean"], settings["std"])
+            yield Scorer(name, model, tokenizer, one, ours)
+
+
+@torch.inference_mode()
+def one_at_a_time(scorers: list[Scorer], pictures: Tensor, device: torch.device) -> Tensor:
+    """The published order: float32 ``[B, scorers]``."""
+    scores = torch.zeros(len(pictures), len(scorers))
+    half = torch.autocast("cuda", torch.float16) if device.type == "cuda" else nullcontext()
+    for row, picture in enumerate(pictures):
+        for column, scorer in enumerate(scorers):
+            image = scorer.one_picture(Image.fromarray(picture.numpy()))[None].to(device)
+            tokens = scorer.tokenizer([PROMPTS[0]]).to(device)
+            with half:
+                image_features = scorer.model.encode_image(image, normalize=True)
+                text_features = scorer.model.encode_text(tokens, normalize=True)
+            scores[row, column] = (image_features.float() * text_features.float()).sum().cpu()
+    return scores
+
+
+def batched(scorers: list[ClipFeatures], pictures: Tensor, batch_size: int) -> Tensor:
+    """Ours: float32 ``[B, scorers]``."""
+    columns = []
+    for scorer in scorers:
+        parts = [
+            scorer.similarity(part, [PROMPTS[0]] * len(part)) for part in pictures.split(batch_size)
+        ]
+        columns.append(torch.cat(parts))
+    return torch.stack(columns, dim=1)
+
+
+def timed(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Tensor]:
+    """Seconds until the device has finished, and the result."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started_s = time.perf_counter()
+    result = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started_s, result
+
+
+def print_table(result: dict[str, Any]) -> None:
+    """The result as a markdown table."""
+    print(
+        f"{result['pictures']} pictures of {result['side']}x{result['side']}, scorers "
+        f"{' and '.join(result['scorers'])} ({result['architecture'].rpartition('/')[2]}), "
+        f"{result['device']}, torch {result['versions']['torch']}, {result['date']}\n"
+    )
+    print(
+        "| way | s | ms a picture and scorer | of it preprocessing, s | ratio | max score diff. |"
+    )
+    print("| --- | --- | --- | --- | --- | --- |")
+    count = result["pictures"] * len(result["scorers"])
+    single_s = result["one_at_a_time_s"]
+    print(f"| one at a time | {single_s:.3f} | {1e3 * single_s / count:.2f} | | 1 | |")
+    for row in result["batched"]:
+        print(
+            f"| batches of {result['batch_size']}, {row['dtype']} | {row['batched_s']:.3f} | "
+            f"{row['ms_per_picture_and_scorer']:.2f} | {row['preprocess_s']:.3f} | "
+            f"{row['ratio']:.1f} | {row['max_abs_score_difference']:.1e} |"
+        )
+    spreads = ", ".join(f"{spread:.1e}" for spread in result["score_spread"])
+    print(f"\nStandard deviation of the scores over the pictures: {spreads}")
+
+
+def _text_encoder(scorer: Scorer, device: torch.device) -> Callable[[str], Tensor]:
+    def encode(prompt: str) -> Tensor:
+        features: Tensor = scorer.model.encode_text(scorer.tokenizer([prompt]).to(device))[0]
+        return features
+
+    return encode
+
+
+def _preprocess_seconds(scorers: list[Scorer], pictures: Tensor, case: Case) -> float:
+    from g2rpo_ray.rewards.preprocess import to_device
+
+    def run() -> Tensor:
+        for scorer in scorers:
+            for part in pictures.split(case.batch_size):
+                last = scorer.preprocess(to_device(part, case.device))
+        return last
+
+    return timed(run, case.device)[0]
+
+
+def _tiny_folder() -> Path:
+    return Path(__file__).parents[1] / TINY_FOLDER
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="the quickstart's scorers, on the CPU")
+    parser.add_argument("--architecture", default="ViT-H-14", help="open_clip name")
+    parser.add_argument("--pictures", type=int, default=192)
+    parser.add_argument("--side", type=int, default=720, help="height and width, pixels")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--dtypes", default="float32,float16,bfloat16")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU, with --tiny")
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
+    parser.add_argument("--json", type=Path, help="file for the result")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
