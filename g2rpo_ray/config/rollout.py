@@ -102,7 +102,8 @@ class RewardSection(Section):
     threads: int = Field(1, ge=1)
     """Threads of a replica's process."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
-    """Ray runtime environment of a replica: ``env_vars`` (API keys by name), ``pip``, ..."""
+    """Ray runtime environment of a replica (``pip``, ``env_vars``, ...). No keys in it: the
+    configuration is written into the run folder."""
     batch_size: int = Field(32, ge=1)
     """Most pictures in one pass of the scorer; a batch is cut inside one request."""
     merge_requests: int = Field(1, ge=1)

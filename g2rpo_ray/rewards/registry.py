@@ -8,18 +8,25 @@ from g2rpo_ray.rewards.clip import ClipScorer
 from g2rpo_ray.rewards.custom import PythonScorer
 from g2rpo_ray.rewards.diversity import DiversityScorer
 from g2rpo_ray.rewards.hps import HpsScorer
+from g2rpo_ray.rewards.hpsv2 import Hpsv2Scorer
+from g2rpo_ray.rewards.judge import JudgeScorer, UnifiedRewardScorer
 from g2rpo_ray.rewards.oracle import OracleScorer
 from g2rpo_ray.rewards.pickscore import PickscoreScorer
+from g2rpo_ray.rewards.remote import HttpScorer
 from g2rpo_ray.rewards.scorer import RewardScorer
 
 SCORERS: dict[str, type[RewardScorer]] = {
     scorer.kind: scorer
     for scorer in (
         HpsScorer,
+        Hpsv2Scorer,
         ClipScorer,
         PickscoreScorer,
         AestheticScorer,
         DiversityScorer,
+        UnifiedRewardScorer,
+        JudgeScorer,
+        HttpScorer,
         OracleScorer,
         PythonScorer,
     )
