@@ -9,6 +9,7 @@ from g2rpo_ray.rewards.custom import PythonScorer
 from g2rpo_ray.rewards.diversity import DiversityScorer
 from g2rpo_ray.rewards.hps import HpsScorer
 from g2rpo_ray.rewards.hpsv2 import Hpsv2Scorer
+from g2rpo_ray.rewards.image_reward import ImageRewardScorer
 from g2rpo_ray.rewards.judge import JudgeScorer, UnifiedRewardScorer
 from g2rpo_ray.rewards.oracle import OracleScorer
 from g2rpo_ray.rewards.pickscore import PickscoreScorer
@@ -24,6 +25,7 @@ SCORERS: dict[str, type[RewardScorer]] = {
         PickscoreScorer,
         AestheticScorer,
         DiversityScorer,
+        ImageRewardScorer,
         UnifiedRewardScorer,
         JudgeScorer,
         HttpScorer,
