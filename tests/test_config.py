@@ -153,7 +153,10 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["rewards.hps.min_replicas=3", "rewards.hps.max_replicas=2"],
             ["rewards.hps", "max_replicas is 2", "min_replicas 3"],
         ),
-        (["rewards.hps.kind=hsp"], ["rewards.hps.kind", "'hsp'", "known are clip, ", "oracle"]),
+        (
+            ["rewards.hps.kind=hsp"],
+            ["rewards.hps.kind", "'hsp'", "known are aesthetic, ", "oracle"],
+        ),
         (["rewards.My-Reward.kind=oracle"], ["rewards.My-Reward", "a-z, 0-9 and _"]),
         (["rewards.hps.options.size=3"], ["rewards.hps.options", "size", "unknown key"]),
         (["rewards.hps.options={}"], ["rewards.hps.options", "checkpoint", "missing"]),

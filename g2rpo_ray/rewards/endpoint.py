@@ -60,11 +60,13 @@ class Endpoint:
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=options.concurrency)
         self._session.mount("http://", adapter)
         self._session.mount("https://", adapter)
+        # Given with each call: the session's own gives way to REQUESTS_CA_BUNDLE.
+        self._verify: bool | str = True
         if options.ca_file is not None:
             ca_file = resolve_path(options.ca_file)
             if not ca_file.is_file():
                 raise ScorerError(f"{ca_file}: no such file (options.ca_file)")
-            self._session.verify = str(ca_file)
+            self._verify = str(ca_file)
         self._key = ""
         if options.api_key_env is not None:
             self._key = os.environ.get(options.api_key_env, "")
@@ -108,7 +110,12 @@ class Endpoint:
             raise _PassingError("no answer in time")
         try:
             with self._session.post(
-                self._url, json=payload, timeout=remaining_s, stream=True, allow_redirects=False
+                self._url,
+                json=payload,
+                timeout=remaining_s,
+                verify=self._verify,
+                stream=True,
+                allow_redirects=False,
             ) as response:
                 body = self._read(response, deadline_s)
         except requests.exceptions.SSLError as error:

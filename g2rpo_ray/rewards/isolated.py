@@ -36,6 +36,7 @@ class ScorerProcess:
             ScorerError: no such Python, or the child did not get ready in time; with its output.
         """
         # -I: neither this folder nor PYTHONPATH may shadow what the other environment has.
+        self._child: subprocess.Popen[bytes] | None = None
         self._command = [str(python), "-I", str(script), json.dumps(settings)]
         self._name, self._timeout_s = script.stem, timeout_s
         if not python.is_file():
@@ -43,7 +44,6 @@ class ScorerProcess:
                 f"{python}: no such Python; make the environment with python -m "
                 "g2rpo_ray.rewards.isolated"
             )
-        self._child: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as self)
         self._start()
 

@@ -33,7 +33,7 @@ def test_pickscore_is_the_cosine_that_transformers_gives(pictures: Tensor, tmp_p
                       return_tensors="pt")  # fmt: skip
     with torch.inference_mode():
         output = model(**texts, **processor(images=images, return_tensors="pt"))
-    expected = output.logits_per_image.diagonal() / model.logit_scale.exp()
+        expected = output.logits_per_image.diagonal() / model.logit_scale.exp()
     assert float(expected.std()) > 0.01
     torch.testing.assert_close(scores, expected, rtol=0, atol=2e-3)
 
