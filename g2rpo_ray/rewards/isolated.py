@@ -35,8 +35,8 @@ class ScorerProcess:
         Raises:
             ScorerError: no such Python, or the child did not get ready in time; with its output.
         """
-        # -I: neither this folder nor PYTHONPATH may shadow what the other environment has.
         self._child: subprocess.Popen[bytes] | None = None
+        # -I: neither this folder nor PYTHONPATH may shadow what the other environment has.
         self._command = [str(python), "-I", str(script), json.dumps(settings)]
         self._name, self._timeout_s = script.stem, timeout_s
         if not python.is_file():

@@ -125,7 +125,7 @@ def test_a_checkpoint_that_does_not_fit_is_the_packages_own_error(
 ) -> None:
     options = {"checkpoint": str(files["checkpoint"]), "python": str(environment)}
     scorer = make_scorer("hpsv2", options | {"architecture": "ViT-B-32"}, "cpu")
-    with pytest.raises(ScorerError, match="hpsv2_child: RuntimeError: .*loading state_dict"):
+    with pytest.raises(ScorerError, match=r"hpsv2_child: RuntimeError: .*loading state_dict"):
         scorer.score(as_pictures([PICTURES["square"]]), [PROMPT])
 
 
