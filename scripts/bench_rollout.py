@@ -315,8 +315,6 @@ def engine_stage(results: Results, config: Config, variant: str, cards: int) -> 
     evaluation_s = batch_evaluation_s(config) if alone else None
     print(f"{variant}, {cards} workers:", flush=True)
     with launch_rollout(config, partial(print, flush=True)) as (_, pool):
-        for line in ray.get([worker.describe.remote() for worker in pool.workers]):
-            print(line, flush=True)
         prompts = [ray.put(random_prompt(config, number)) for number in range(cards)]
         started_s = time.perf_counter()
         summaries, _ = pool.generate(prompts, 0, lambda *_: None)

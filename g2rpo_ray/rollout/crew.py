@@ -42,8 +42,10 @@ class RolloutActor(RolloutWorker):
     def __init__(self) -> None:
         pass
 
-    def start(self, config: Config, scoring: Scoring, number: int) -> None:
+    def start(self, config: Config, scoring: Scoring, number: int) -> str:
+        """Load, compile and warm up; answers with how, in one line."""
         super().__init__(config, scoring, number)
+        return self.engine.description
 
 
 def hire_actor(config: Config) -> Hire:
@@ -104,7 +106,7 @@ class Crew:
 
     Args:
         hire: starts one actor.
-        tell: told of losses.
+        tell: told of workers that came up, and of losses.
     """
 
     def __init__(
@@ -202,6 +204,8 @@ class Crew:
             member.stage = "loading" if member.stage == "placing" else member.stage
             return None
         self._any_came_up = True
+        if event.what == "started" and (how := event.future.result()):
+            self._tell(f"{member.name}: {how}")
         if event.what == "joined":
             member.weight_version = event.future.result().version
         if self._sync is not None and member.weight_version < self._weight_version:

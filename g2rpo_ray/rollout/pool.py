@@ -66,7 +66,7 @@ class RolloutPool:
 
         Args:
             scoring: handed to every worker.
-            tell: told of workers that were lost.
+            tell: told of workers that came up, and of those that were lost.
             hire: starts one worker's actor; tests and benchmarks have their own.
         """
         self._settings = settings = config.rollout

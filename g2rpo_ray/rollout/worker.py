@@ -134,10 +134,6 @@ class RolloutWorker:
         self.weight_version = 0
         """0 are the weights of the model folder."""
 
-    def describe(self) -> str:
-        """How the engine was set up, in one line; answers when it is ready."""
-        return f"rollout worker on {self.device}: {self.engine.description}"
-
     def receive_weights(self, version: int, weights: Mapping[str, Tensor]) -> WeightReceipt:
         """Take over new weights and answer with what the model now really holds."""
         load_weights(self.policy, weights)
