@@ -6,16 +6,19 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: help quickstart test lint format clean constraints
+.PHONY: help quickstart test test-long lint format clean constraints
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machine's CPU (4 minutes)
 	$(BIN)/g2rpo train $(CONFIG) run_dir=$(RUN) $(ARGS)
 
-test: $(VENV)/.installed-dev lint  ## lint, type-check and run all tests (ARGS='-m "not slow"' for fewer)
-	$(BIN)/pytest $(ARGS)
+test: $(VENV)/.installed-dev lint  ## lint, type-check and run the tests of CI (ARGS='-k rollout' for some)
+	$(BIN)/pytest -m "not long" $(ARGS)
+
+test-long: $(VENV)/.installed-dev  ## the tests of whole clusters: Slurm, raylets, Prometheus, faults (half an hour)
+	$(BIN)/pytest -m long $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff (lint and format) and mypy
 	$(BIN)/ruff check .

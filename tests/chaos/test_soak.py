@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 500.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
     report = tmp_path / "soak.json"

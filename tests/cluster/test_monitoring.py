@@ -138,7 +138,7 @@ def discovery(command: Command) -> list[Path]:
 
 
 @needs_prometheus
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2 * TIMEOUT_S)
 class TestRealRun:
     @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.cluster.raylets import Raylets, end_tree, raylets
 from tests.integration.command import ROOT
 from tests.tiny import SMALL
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CHECKS = {
     "cluster", "authentication", "room", "versions", "gpus", "memory", "object store",

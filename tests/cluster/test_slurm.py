@@ -18,7 +18,7 @@ from tests.tiny import tiny_config
 
 pytestmark = [
     pytest.mark.slurm,
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         bool(missing_programs()),
         reason=f"needs {', '.join(missing_programs())}: as root, apt-get install "

@@ -13,7 +13,7 @@ from tests.tiny import equal_weights
 
 __all__ = ["start"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 ITERATIONS, RESUMED_AT = 5, 2
 SETTINGS = [
