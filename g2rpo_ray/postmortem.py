@@ -1,6 +1,7 @@
 """Where an actor runs, and what can still be found out about it once it has failed."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 LOG_LINES = 15
 LOOK_TIMEOUT_S = 20.0
+EXIT_WAIT_S = 2.0
 GIB = 2**30
 
 
@@ -82,7 +84,12 @@ def _look(place: Place) -> list[str]:
 
 
 def _state(pid: int) -> str:
-    try:
-        return psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "gone"
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        # One that was just killed is still there for a moment, then a zombie until it is reaped.
+        with suppress(psutil.TimeoutExpired):
+            process.wait(EXIT_WAIT_S)
+        state: str = process.status()
+        if state != psutil.STATUS_ZOMBIE:
+            return state
+    return "gone"
