@@ -12,7 +12,7 @@ import ray
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.rollout.crew import NODE_FAILURES, RolloutError, RolloutStartError
-from g2rpo_ray.rollout.pool import RolloutPool
+from g2rpo_ray.rollout.pool import POLL_S, RolloutPool
 from g2rpo_ray.rollout.worker import BrokenLatentsError, RolloutSummary
 from g2rpo_ray.weight_sync import SyncReport, WeightSyncError
 from tests.tiny import tiny_config
@@ -156,6 +156,9 @@ def test_the_others_do_not_wait_for_a_dead_worker(pools: Pools) -> None:
     pool = pools("rollout.workers=2", hire=hire)
     pool.wait_until_ready()
     assert generate(pool, "die", *["well"] * 6) == expected(7)
+    # The other is through before the loss is tended to, every POLL_S; the next call sees to it.
+    time.sleep(2 * POLL_S)
+    assert generate(pool, *["well"] * 3) == expected(3)
     assert hired > 2
     assert len(pool.workers) == 1
 
@@ -217,8 +220,9 @@ def test_too_few_workers_for_too_long_stop_the_run(
     pools: Pools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("g2rpo_ray.rollout.crew.LONGEST_PAUSE_S", 1.0)
-    pool = pools("rollout.workers=1", "cluster.start_timeout_s=2")
+    pool = pools("rollout.workers=1")
     pool.wait_until_ready()
+    pool._crew._start_timeout_s = 2.0
     (tmp_path / "no start").touch()
     with pytest.raises(RolloutError, match="1 rollout workers are wanted"):
         generate(pool, "die", "well")
