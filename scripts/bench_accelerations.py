@@ -12,12 +12,12 @@ Times at true size come from ``bench_rollout.py --variants``.
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from bench_rollout import VARIANTS
 from bench_scale import QUICKSTART
+from compare_algorithms import LocalScoring
 from torch import Tensor
 
 from g2rpo_ray.algorithm.advantage import integrate_advantages
@@ -33,36 +33,6 @@ PAPER = [
     "g2rpo.sde_steps=[0,1,2,3,4,5,6,7]",
     "g2rpo.granularities=[1,2]",
 ]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Scores that are there already."""
-
-    scores: dict[str, Tensor]
-    failures: list[str] = field(default_factory=list)
-    measured: dict[str, dict[str, float]] = field(default_factory=dict)
-
-    def result(self) -> dict[str, Tensor]:
-        return self.scores
-
-
-class LocalScoring:
-    """The configured scorers in this process."""
-
-    def __init__(self, config: Config) -> None:
-        self._scorers = {
-            name: make_scorer(reward.kind, reward.options, "cpu")
-            for name, reward in config.trained_rewards.items()
-        }
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._scorers)
-
-    def submit(self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]) -> Scores:  # noqa: ARG002
-        texts = [prompt] * len(pictures)
-        return Scores({name: self._scorers[name].score(pictures, texts) for name in names})
 
 
 def main() -> int:
@@ -106,7 +76,11 @@ def encode(config: Config, count: int) -> list[Prompt]:
 
 def advantages(config: Config, prompts: list[Prompt]) -> tuple[Tensor, int]:
     """Integrated advantages ``[prompts * K, M]``, and the evaluations of one prompt."""
-    worker = RolloutWorker(config, LocalScoring(config))
+    scorers = {
+        name: make_scorer(reward.kind, reward.options, "cpu")
+        for name, reward in config.trained_rewards.items()
+    }
+    worker = RolloutWorker(config, LocalScoring(scorers))
     values = []
     for prompt in prompts:
         summary, group = worker.rollout(prompt, prompt.prompt_id, iteration=0)
