@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -206,12 +206,12 @@ class RolloutWorker:
         while pending:
             positions, finite, sent = pending.popleft()
             scores = sent.result()
-            broken_pictures += int((~finite).sum())
-            failures += self._broken_pictures(finite, prompt)
-            broken = ~finite.cpu()[:, None]
+            broken = ~finite.cpu()
+            broken_pictures += int(broken.sum())
+            failures += self._broken_pictures(broken, prompt)
             for row, values in enumerate(scores.result().values()):
                 by_member = values.view(draw.granularities, 1, -1)
-                rewards[row][:, positions] = by_member.masked_fill(broken, torch.nan)
+                rewards[row][:, positions] = by_member.masked_fill(broken[:, None], torch.nan)
             failures += scores.failures
             measured.append(scores.measured)
         clock.lap("score_s")
@@ -232,8 +232,8 @@ class RolloutWorker:
             seconds=clock.seconds(),
         )
         logger.info("drew a group", extra={"evaluations": group.evaluations, "pictures": decoded})
-        summary = self._summary(group, decoded, failures, measured)
-        return replace(summary, broken_pictures=broken_pictures), group
+        summary = self._summary(group, decoded, failures, measured, broken_pictures)
+        return summary, group
 
     def evaluate(
         self, prompt: Prompt, draw: HeldoutDraw | None = None, latents: Tensor | None = None
@@ -267,12 +267,12 @@ class RolloutWorker:
         start = latents.to(self.device)
         return sampler.trajectory(start, self._embeds(prompt), draw.first, draw.last).x0
 
-    def _broken_pictures(self, finite: Tensor, prompt: Prompt) -> list[str]:
+    def _broken_pictures(self, broken: Tensor, prompt: Prompt) -> list[str]:
         # Its log-probability is infinite then, and a scorer may still give its picture a number.
-        if bool(finite.all()):
+        if not bool(broken.any()):
             return []
         message = (
-            f"{int((~finite).sum())} of {finite.numel()} pictures have latents that are not "
+            f"{int(broken.sum())} of {broken.numel()} pictures have latents that are not "
             f"finite, prompt {prompt.text!r:.80}"
         )
         if self.config.advantage.on_invalid == "stop":
@@ -295,6 +295,7 @@ class RolloutWorker:
         pictures: int,
         failures: list[str],
         measured: list[dict[str, dict[str, float]]],
+        broken_pictures: int,
     ) -> RolloutSummary:
         by_reward = dict(zip(group.reward_names, group.rewards, strict=True))
         spread = {name: values.std(dim=-1) for name, values in by_reward.items()}
@@ -314,6 +315,7 @@ class RolloutWorker:
             measured=measured,
             peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
             warnings=self._warnings(),
+            broken_pictures=broken_pictures,
         )
 
     def _warnings(self) -> list[str]:
