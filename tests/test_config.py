@@ -98,6 +98,7 @@ def test_unknown_key(override: str, key: str, value: str) -> None:
         ("sampling.sde=wiggle", "sampling.sde", "'flow'", "'wiggle'"),
         ("learner.zero_stage=4", "learner.zero_stage", "1, 2 or 3", "4"),
         ("learner.learning_rate=0", "learner.learning_rate", "greater than 0", "0"),
+        ("sampling.eta=.inf", "sampling.eta", "finite number", "inf"),
         ("learner.beta1=1", "learner.beta1", "less than 1", "1"),
         ("g2rpo.sde_steps=3", "g2rpo.sde_steps", "valid list", "3"),
         ("g2rpo.sde_steps=[]", "g2rpo.sde_steps", "at least 1 item", "[]"),

@@ -10,10 +10,15 @@ class ConfigError(InputError):
 
 
 class Section(BaseModel):
-    """A group of settings: unknown keys and loose types are errors, values cannot change later."""
+    """A group of settings: unknown keys, loose types and numbers that are not finite are errors;
+    values cannot change later."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
