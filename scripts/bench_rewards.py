@@ -158,9 +158,11 @@ def make_scorers(case: Case) -> Iterator[Scorer]:
     torch.manual_seed(0)
     own_weights = case.architecture.startswith("local-dir:")
     for name in ("hps", "clip"):
-        model = open_clip.create_model(
-            case.architecture, load_weights=own_weights, device=case.device
-        ).eval()
+        # Random weights are drawn on the device: a processor takes half a minute for them.
+        with case.device:
+            model = open_clip.create_model(
+                case.architecture, load_weights=own_weights, device=case.device
+            ).eval()
         settings = model.visual.preprocess_cfg
         tokenizer = open_clip.get_tokenizer(case.architecture)
         if name == "clip":

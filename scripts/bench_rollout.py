@@ -123,7 +123,9 @@ def make_config(scratch: Path, tiny: bool, overrides: list[str]) -> Config:
     settings += [f"model.path={write_model_folder(scratch / 'flux', tiny)}"]
     if not tiny:
         checkpoint = str(write_scorer(scratch / "scorer.pt"))
-        options = json.dumps({"checkpoint": checkpoint, "architecture": SCORER["true"]})
+        options = json.dumps(
+            {"checkpoint": checkpoint, "architecture": SCORER["true"], "dtype": "float16"}
+        )
         for reward in ("hps", "clip"):
             settings += [
                 f"rewards.{reward}.options={options}",
@@ -306,13 +308,14 @@ class PublishedScorer:
 
 
 def engine_stage(results: Results, config: Config, variant: str, cards: int) -> None:
-    """Whole prompts, one for each worker, through the roles of a run."""
+    """Whole prompts, one a worker, through the roles of a run; as many replicas of each scorer."""
     overrides = [*VARIANTS[variant], f"rollout.workers={cards}"]
     config = overridden(config, overrides)
-    for reward in config.rewards.values():
-        assert reward.min_replicas == 1
-    alone = cards == 1 and variant == "exact"
-    evaluation_s = batch_evaluation_s(config) if alone else None
+    replicas = {"min_replicas": cards, "max_replicas": cards}
+    rewards = {name: r.model_copy(update=replicas) for name, r in config.rewards.items()}
+    config = config.model_copy(update={"rewards": rewards})
+    compared = "published" in results.content and cards == 1 and variant == "exact"
+    evaluation_s = batch_evaluation_s(config) if compared else None
     print(f"{variant}, {cards} workers:", flush=True)
     with launch_rollout(config, partial(print, flush=True)) as (_, pool):
         prompts = [ray.put(random_prompt(config, number)) for number in range(cards)]
