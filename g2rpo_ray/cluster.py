@@ -172,7 +172,7 @@ def _no_node_for_one(demands: Sequence[Demand], nodes: Sequence[Node], which: st
 
 def _no_packing(demands: Sequence[Demand], nodes: Sequence[Node], which: str) -> list[str]:
     # First fit, largest first: a hint for people; Ray's own packing decides.
-    left = [dict(getattr(node, which)) for node in nodes]
+    left = [_Room(getattr(node, which)) for node in nodes]
     unplaced: dict[str, int] = {}
     by_size = sorted(
         demands, key=lambda d: (d.per_process.get("GPU", 0), d.per_process["CPU"]), reverse=True
@@ -180,9 +180,7 @@ def _no_packing(demands: Sequence[Demand], nodes: Sequence[Node], which: str) ->
     for demand in by_size:
         for _ in range(demand.count):
             for node, room in zip(nodes, left, strict=True):
-                if selects(demand.label_selector, node.labels) and _fits(demand.per_process, room):
-                    for kind, amount in demand.per_process.items():
-                        room[kind] = room.get(kind, 0.0) - amount
+                if selects(demand.label_selector, node.labels) and room.take(demand.per_process):
                     break
             else:
                 unplaced[demand.setting] = unplaced.get(demand.setting, 0) + 1
@@ -194,6 +192,27 @@ def _no_packing(demands: Sequence[Demand], nodes: Sequence[Node], which: str) ->
         f"together the nodes have enough, but no node has room for {parts}: {rooms}. Choose sizes "
         "or label selectors that divide the nodes"
     ]
+
+
+class _Room:
+    """Of a node: CPUs, and cards one by one, since a share of a card is never split over two."""
+
+    def __init__(self, amounts: Resources) -> None:
+        whole, rest = divmod(amounts.get("GPU", 0.0), 1.0)
+        self._cpus, self._cards = amounts.get("CPU", 0.0), [1.0] * int(whole) + [rest]
+
+    def take(self, wanted: Resources) -> bool:
+        """Take an amount if it fits; whether it did."""
+        cpus, gpus = wanted.get("CPU", 0.0), wanted.get("GPU", 0.0)
+        share = min(gpus, 1.0)
+        fitting = [n for n, card in enumerate(self._cards) if card + _ROUNDING >= share]
+        count = max(1, round(gpus)) if gpus else 0
+        if cpus > self._cpus + _ROUNDING or len(fitting) < count:
+            return False
+        self._cpus -= cpus
+        for card in sorted(fitting, key=lambda n: self._cards[n])[:count]:
+            self._cards[card] -= share
+        return True
 
 
 def _fits(wanted: Resources, room: Resources) -> bool:

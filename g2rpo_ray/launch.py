@@ -3,14 +3,17 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from g2rpo_ray.cluster import (
     ClusterError,
@@ -113,37 +116,52 @@ def _rollout_roles(
         note(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
         wait_for_nodes(config, note)
         # Workers are placed one by one: each can be replaced, and more can join.
-        others = [rollout_demand(config), *reward_demands(config), *encoder_demand(config)]
+        workers, rewards = rollout_demand(config), reward_demands(config)
+        kept = [*reserved, *encoder_demand(config)]
         nodes = living_nodes()
-        note(overview([*reserved, *others], nodes))
-        if private and (reasons := shortage([*others, *reserved], nodes)):
+        note(overview([*kept, workers, *rewards], nodes))
+        if private and (reasons := shortage([workers, *rewards, *kept], nodes)):
             # Nothing will join it, so there is nothing to wait for.
             raise ClusterError(" ".join(reasons))
         note("starting reward servers and rollout workers")
         timeout_s = config.cluster.start_timeout_s
-        with (
-            placed(reserved, others, timeout_s, note) as placement,
-            reward_servers(name, config.rewards, timeout_s, private) as handles,
-        ):
+        with ExitStack() as stack:
+            placement = stack.enter_context(placed(kept, [workers, *rewards], timeout_s, note))
+            # Small shares of cards first would leave no card with room for a large one.
+            with placed([workers], [*kept, *rewards], timeout_s, note):
+                servers = reward_servers(name, config.rewards, timeout_s, private)
+                handles = stack.enter_context(servers)
             client = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
-            here = NodeAffinitySchedulingStrategy(
-                ray.get_runtime_context().get_node_id(), soft=False
-            )
-            encoder = (
-                ray.remote(PromptEncoder)
-                # Embeddings lie on the encoder's node: it shall not go while the driver stays.
-                .options(
-                    num_cpus=0,
-                    num_gpus=config.prompts.encoder_gpus,
-                    max_restarts=5,
-                    max_task_retries=5,
-                    scheduling_strategy="DEFAULT" if config.prompts.encoder_gpus else here,
-                )
-                .remote(config)
-            )
+            encoder = start_encoder(config, placement)
             pool = RolloutPool(config, client, note)
             try:
                 yield encoder, pool, placement
             finally:
                 pool.close()
                 ray.kill(encoder)
+
+
+def start_encoder(config: Config, placement: PlacementGroup | None) -> ActorHandle:
+    """In the last bundle of ``placement`` where it has a share of a card; else beside the driver.
+
+    Embeddings lie on the encoder's node: it shall not go while the driver stays.
+    """
+    gpus = config.prompts.encoder_gpus
+    place: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
+    if gpus and placement is not None:
+        last = placement.bundle_count - 1
+        place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=last)
+    else:
+        here = ray.get_runtime_context().get_node_id()
+        place = NodeAffinitySchedulingStrategy(here, soft=False)
+    return (
+        ray.remote(PromptEncoder)
+        .options(
+            num_cpus=0,
+            num_gpus=gpus,
+            max_restarts=5,
+            max_task_retries=5,
+            scheduling_strategy=place,
+        )
+        .remote(config)
+    )

@@ -56,6 +56,8 @@ def test_what_fits_has_no_shortage() -> None:
         ([workers(1, 1, 1, **{"accelerator-type": "H200"})], [node("1", 8, 1, H100)],
          ["rollout.label_selector {'ray.io/accelerator-type': 'H200'} fits no node",
           "labels in the cluster: ray.io/accelerator-type=H100", "ray start --labels"]),
+        ([workers(3, 1, 0.6)], [node("1", 8, 2)],
+         ["no node has room for 1 of rollout.workers", "10.0.0.1 8 CPU, 2 GPU"]),
         ([workers(2, 5, 0)], [node("1", 8, 0), node("2", 4, 0)],
          ["no node has room for 1 of rollout.workers", "10.0.0.2 4 CPU"]),
         ([workers(2, 1, 1, **{"accelerator-type": "H100"})],
