@@ -22,7 +22,7 @@ from g2rpo_ray.tracking.metrics import read_metrics
 ROOT = Path(__file__).parents[1]
 PIPELINES = ("sync", "one_step_off")
 WARM_UP = 3
-"""Iterations that are left out of the times."""
+"""First iterations that are left out of the times."""
 
 
 def train(folder: Path, pipeline: str, seed: int, iterations: int, trained_steps: int) -> Path:
@@ -64,7 +64,8 @@ def train(folder: Path, pipeline: str, seed: int, iterations: int, trained_steps
 
 def measure(run_dir: Path) -> dict[str, Any]:
     """Medians over the iterations, and the held-out reward before and after."""
-    records = [r for r in read_metrics(run_dir) if r["kind"] == "train"][WARM_UP:]
+    # In the last iteration nothing is left to be drawn ahead.
+    records = [r for r in read_metrics(run_dir) if r["kind"] == "train"][WARM_UP:-1]
     names = ("time/iteration_s", "time/generate_s", "time/learn_s", "idle/rollout", "idle/learner")
     summary = json.loads((run_dir / "summary.json").read_text())
     return {

@@ -6,9 +6,9 @@
     python scripts/bench_scale.py --setup four_cards --tiny --json tiny.json    # CPUs, gloo
 
 ``one_card``: LoRA; rollout worker, learner rank and reward server share a card by fractions.
-``four_cards``: all weights; two ZeRO-3 ranks and two rollout workers, each on its own card. Members
-and SDE steps are reduced; ``key=value`` overrides any setting. Every stage has a time limit, and
-the file is written after each one.
+``four_cards``: all weights; two ZeRO-3 ranks and two rollout workers, each on its own card, and a
+reward server that has a tenth of a worker's. Members and SDE steps are reduced; ``key=value``
+overrides any setting. Every stage has a time limit, and the file is written after each one.
 """
 
 import argparse
@@ -93,7 +93,8 @@ FOUR_CARDS = [
     "weight_sync.transport=nccl",
 ]
 FOUR_CARDS_SHARES = [
-    "rollout.gpus_per_worker=1",
+    "rollout.gpus_per_worker=0.9",
+    "rewards.hps.gpus_per_replica=0.1",
     "learner.gpus_per_rank=1",
     # 12 B of fp32 state a parameter: 71 GB a rank do not fit beside its weights.
     "learner.offload_optimizer=true",
@@ -376,7 +377,9 @@ def make_config(options: argparse.Namespace, scratch: Path) -> tuple[Config, lis
         overrides += TRUE_SIZE + (ONE_CARD_SHARES if one_card else FOUR_CARDS_SHARES)
     if not options.tiny:
         checkpoint = write_scorer(scratch / "hps.pt")
-        scorer = {"checkpoint": str(checkpoint), "architecture": SCORER["true"]}
+        scorer = {
+            "checkpoint": str(checkpoint), "architecture": SCORER["true"], "dtype": "float16",
+        }  # fmt: skip
         overrides += [f"rewards.hps.options={json.dumps(scorer)}"]
     overrides += [f"model.path={model}", f"run_dir={scratch / 'run'}", *options.overrides]
     config = load_config(QUICKSTART, overrides)
