@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--checkpoint",
         action="append",
-        metavar="[LABEL=]last|base|PATH",
+        metavar="[LABEL=]last|best|base|PATH",
         help="weights; may be given repeatedly (base and last); PATH is a checkpoint or a run",
     )
     evaluate.add_argument(

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import ray
@@ -88,6 +88,13 @@ def rollout_demand(config: Config) -> Demand:
     rollout = config.rollout
     each = _resources(rollout.cpus_per_worker, rollout.gpus_per_worker)
     return Demand("rollout.workers", rollout.workers, each, rollout.label_selector)
+
+
+def evaluation_demand(config: Config) -> list[Demand]:
+    """Of the workers that evaluate while a run trains, where it has any."""
+    count = config.evaluation.workers
+    each = replace(rollout_demand(config), setting="evaluation.workers", count=count)
+    return [each] if count else []
 
 
 def learner_demand(config: Config) -> Demand:

@@ -4,13 +4,14 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
 
 from g2rpo_ray.config import Config
+from g2rpo_ray.evaluation.heldout import HeldoutEvaluation
 from g2rpo_ray.launch import Roles, launch
 from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder
 from g2rpo_ray.learner.group import GroupsLostError, LearnerUpdate
@@ -23,17 +24,16 @@ from g2rpo_ray.rollout.worker import RolloutSummary
 from g2rpo_ray.run import (
     SNAPSHOTS,
     Run,
+    best_evaluated,
     changed_settings,
     heldout_before_after,
     open_run,
-    save_heldout,
     versions,
 )
 from g2rpo_ray.stop import StopRequested, StopSignal
 from g2rpo_ray.tracking.activity import Activity
 from g2rpo_ray.tracking.collect import (
     flop_metrics,
-    heldout_metrics,
     rollout_metrics,
     sync_metrics,
     update_metrics,
@@ -86,8 +86,9 @@ def train(config: Config, resume: str = "none") -> None:
         progress,
     ):
         kind = TrainingLoop if config.pipeline == "sync" else OneStepOffLoop
-        loop = kind(config, run, roles, log, progress, stop, memory, train_prompts)
-        loop.run(heldout_prompts)
+        loop = kind(config, run, roles, log, progress, stop, memory, train_prompts, heldout_prompts)
+        with closing(loop.heldout):
+            loop.run()
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class TrainingLoop:
         stop: StopSignal,
         memory: PeakMemory,
         train_prompts: list[str],
+        heldout_prompts: list[tuple[int, str]],
     ) -> None:
         self.config, self.run_folder, self.state = config, run.folder, run.info
         self.roles, self.log, self.progress = roles, log, progress
@@ -128,9 +130,12 @@ class TrainingLoop:
         )
         self.seconds: dict[str, float] = {}
         self.evaluation_tflop = policy_size(config).evaluation.tflop
-        self.activity = Activity(roles.pool, roles.learner)
+        self.heldout = HeldoutEvaluation(
+            config, run.folder, roles, log, progress.note, lambda: self.encode(heldout_prompts)
+        )
+        self.activity = Activity(roles.pool, roles.learner, self.heldout)
 
-    def run(self, heldout_prompts: list[tuple[int, str]]) -> None:
+    def run(self) -> None:
         """Train to the end; on a signal, save and re-raise."""
         saved = start = self.state.iteration
         self.log.live(
@@ -142,15 +147,17 @@ class TrainingLoop:
             }
         )
         try:
-            if start == 0:
-                self.evaluate(heldout_prompts)
-            else:
+            if start > 0:
                 self.sync()
+            if start == 0 or self.is_due(self.config.evaluation.every):
+                # Also one that a stop cut off.
+                self.evaluate()
             while not self.is_last():
                 # Recorded before it is saved: a resumed run never lacks the line of its checkpoint.
                 self.record(self.train_iteration())
+                self.heldout.collect()
                 if self.is_due(self.config.evaluation.every):
-                    self.evaluate(heldout_prompts)
+                    self.evaluate()
                 if self.is_due(self.config.checkpoint.every) or self.is_last():
                     self.save()
                     saved = self.state.iteration
@@ -167,7 +174,7 @@ class TrainingLoop:
             )
             write_report(self.run_folder)
             raise
-        self.finish(heldout_prompts)
+        self.finish()
 
     def train_iteration(self) -> dict[str, float]:
         """The algorithm: rollout groups, integrated advantages, clipped updates, new weights."""
@@ -216,7 +223,6 @@ class TrainingLoop:
             self.state,
             iteration=drawn.iteration + 1,
             weight_version=self.roles.learner.version,
-            score=None,
             updates=self.state.updates + len(update.grad_norms),
             evaluations=self.state.evaluations + sum(s.evaluations for s in drawn.summaries),
             train_s=self.state.train_s + time.perf_counter() - started_s,
@@ -230,19 +236,10 @@ class TrainingLoop:
             | (sync_metrics(report) if report else {})
         )
 
-    def evaluate(self, heldout_prompts: list[tuple[int, str]]) -> None:
-        """Draw and score the held-out prompts with the weights of now."""
+    def evaluate(self) -> None:
+        """Have the weights of now judged on the held-out prompts."""
         with self.phase("evaluate"):
-            prompts = self.encode(heldout_prompts)
-            results = self.roles.pool.evaluate(prompts, self.on_wait)
-        means = heldout_metrics(results)
-        self.log.record(self.state.iteration, means)
-        self.state = replace(self.state, score=means.get(f"heldout/{self.config.checkpoint.best}"))
-        shown = evenly(results, self.config.evaluation.pictures_shown)
-        save_heldout(self.run_folder, self.state.iteration, shown)
-        self.log.pictures(
-            self.state.iteration, {result.prompt: result.pictures[0].numpy() for result in shown}
-        )
+            self.heldout.evaluate(self.state.iteration, self.on_wait)
 
     def record(self, values: dict[str, float]) -> None:
         """Write one iteration's line; an evaluation or checkpoint counts to the line after it."""
@@ -257,7 +254,7 @@ class TrainingLoop:
         """Write a checkpoint of the state of now."""
         with self.phase("checkpoint"):
             folder = checkpoint_folder(self.run_folder, self.state.iteration)
-            self.roles.learner.save(folder, self.checkpoint_info())
+            self.roles.learner.save(folder, self.checkpoint_info(), self.heldout.kept)
         self.log.live({"run/checkpoint_unix_s": time.time()})
         shutil.rmtree(self.run_folder / SNAPSHOTS, ignore_errors=True)
 
@@ -270,14 +267,16 @@ class TrainingLoop:
         trained_steps = make_strategy(self.config).trained_steps(self.state.iteration)
         return replace(self.state, trained_steps=trained_steps)
 
-    def finish(self, heldout_prompts: list[tuple[int, str]]) -> None:
+    def finish(self) -> None:
         """The last evaluation, summary.json, the table and the report."""
-        if not self.is_due(self.config.evaluation.every):
-            self.evaluate(heldout_prompts)
+        with self.phase("evaluate"):
+            self.heldout.finish(self.state.iteration, self.on_wait)
         summary = {
             "algorithm": self.config.algorithm,
             "seed": self.config.seed,
             "iterations": self.state.iteration,
+            "stopped_early": self.state.iteration < self.config.iterations,
+            "best_iteration": best_evaluated(self.config),
             "train_s": round(self.state.train_s, 1),
             "evaluations": self.state.evaluations,
             "peak_rss_gib": round(self.memory.peak_rss_gib, 2),
@@ -304,7 +303,7 @@ class TrainingLoop:
         return every > 0 and self.state.iteration % every == 0
 
     def is_last(self) -> bool:
-        return self.state.iteration == self.config.iterations
+        return self.heldout.is_stalled or self.state.iteration == self.config.iterations
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

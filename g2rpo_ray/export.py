@@ -183,9 +183,8 @@ def _scheduler(config: Config) -> str:
 
 def _scores(config: Config) -> str:
     rows = ["| reward | before | at the end of the run |", "|---|---|---|"]
-    try:
-        scores = heldout_before_after(Path(config.run_dir).expanduser().absolute())
-    except (OSError, IndexError, KeyError):
+    scores = heldout_before_after(Path(config.run_dir).expanduser().absolute())
+    if not scores:
         return "None: the run has no evaluation."
     for name, values in scores.items():
         before, after = (

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import (
 
 from g2rpo_ray.cluster import (
     ClusterError,
-    Demand,
     encoder_demand,
+    evaluation_demand,
     learner_demand,
     living_nodes,
     overview,
@@ -30,13 +30,21 @@ from g2rpo_ray.cluster import (
     wait_for_nodes,
 )
 from g2rpo_ray.config import Config
+from g2rpo_ray.evaluation.settings import for_evaluation_workers
 from g2rpo_ray.learner.checkpoint import read_info
 from g2rpo_ray.learner.group import LearnerGroup
 from g2rpo_ray.prompts.encoder import PromptEncoder
 from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers
+from g2rpo_ray.rollout.crew import SyncWorkers
 from g2rpo_ray.rollout.pool import RolloutPool
-from g2rpo_ray.weight_sync import SyncReport, WeightSync, WeightSyncError, make_weight_sync
+from g2rpo_ray.weight_sync import (
+    ObjectStoreSync,
+    SyncReport,
+    WeightSync,
+    WeightSyncError,
+    make_weight_sync,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,8 @@ class Roles:
     pool: RolloutPool
     learner: LearnerGroup
     weight_sync: WeightSync
+    evaluation_pool: RolloutPool | None = None
+    """Workers that evaluate while the run trains, where ``evaluation.workers`` asks for them."""
 
     def sync(self) -> SyncReport:
         """Bring the learner's weights to every worker of now, and to each that joins later."""
@@ -64,6 +74,17 @@ class Roles:
                     raise
                 return self.weight_sync.sync(self.learner, workers, self.learner.version)
 
+    def weights_of_now(self, timeout_s: float) -> SyncWorkers:
+        """The learner's weights, put into the object store; what is returned sends them, verified.
+
+        Whoever gets them is in no process group, so that training never waits for it.
+        """
+        transport = ObjectStoreSync(timeout_s)
+        with self.learner.lock:
+            version = self.learner.version
+            expected, weights = self.learner.export_weight_refs(version)
+        return lambda workers: transport.send(expected, weights, workers, version)
+
 
 @contextmanager
 def launch(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> Iterator[Roles]:
@@ -76,10 +97,14 @@ def launch(config: Config, checkpoint: Path | None, note: Callable[[str], None])
     Raises:
         ClusterError: the cluster lacks resources, or cannot be reached; see ``cluster.py``.
     """
-    with _rollout_roles(config, run_name(config), note, learner_demand(config)) as (
-        encoder,
-        pool,
-        placement,
+    with (
+        _rollout_roles(config, run_name(config), note, training=True) as (
+            encoder,
+            pool,
+            placement,
+            client,
+        ),
+        _evaluation_pool(config, client, note) as evaluation_pool,
     ):
         assert placement is not None
         note("starting learner ranks")
@@ -87,7 +112,9 @@ def launch(config: Config, checkpoint: Path | None, note: Callable[[str], None])
         learner = LearnerGroup(config, placement, checkpoint, note, version)
         note(f"training {learner.coverage}")
         pool.wait_until_ready()
-        yield Roles(encoder, pool, learner, make_weight_sync(config))
+        if evaluation_pool is not None:
+            evaluation_pool.wait_until_ready()
+        yield Roles(encoder, pool, learner, make_weight_sync(config), evaluation_pool)
 
 
 @contextmanager
@@ -95,7 +122,7 @@ def launch_rollout(
     config: Config, note: Callable[[str], None]
 ) -> Iterator[tuple[ActorHandle, RolloutPool]]:
     """Start the roles that draw and score, without a learner; otherwise as ``launch``."""
-    with _rollout_roles(config, f"g2rpo-{os.getpid()}", note) as (encoder, pool, _):
+    with _rollout_roles(config, f"g2rpo-{os.getpid()}", note) as (encoder, pool, *_):
         pool.wait_until_ready()
         yield encoder, pool
 
@@ -109,33 +136,36 @@ def run_name(config: Config) -> str:
 
 @contextmanager
 def _rollout_roles(
-    config: Config, name: str, note: Callable[[str], None], *reserved: Demand
-) -> Iterator[tuple[ActorHandle, RolloutPool, PlacementGroup | None]]:
+    config: Config, name: str, note: Callable[[str], None], training: bool = False
+) -> Iterator[tuple[ActorHandle, RolloutPool, PlacementGroup | None, RewardClient]]:
     note("starting Ray")
     with ray_cluster(config.cluster) as private:
         note(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
         wait_for_nodes(config, note)
         # Workers are placed one by one: each can be replaced, and more can join.
-        workers, rewards = rollout_demand(config), reward_demands(config)
-        kept = [*reserved, *encoder_demand(config)]
+        workers, rewards = [rollout_demand(config)], reward_demands(config)
+        kept = encoder_demand(config)
+        if training:
+            kept.insert(0, learner_demand(config))
+            workers += evaluation_demand(config)
         nodes = living_nodes()
-        note(overview([*kept, workers, *rewards], nodes))
-        if private and (reasons := shortage([workers, *rewards, *kept], nodes)):
+        note(overview([*kept, *workers, *rewards], nodes))
+        if private and (reasons := shortage([*workers, *rewards, *kept], nodes)):
             # Nothing will join it, so there is nothing to wait for.
             raise ClusterError(" ".join(reasons))
         note("starting reward servers and rollout workers")
         timeout_s = config.cluster.start_timeout_s
         with ExitStack() as stack:
-            placement = stack.enter_context(placed(kept, [workers, *rewards], timeout_s, note))
+            placement = stack.enter_context(placed(kept, [*workers, *rewards], timeout_s, note))
             # Small shares of cards first would leave no card with room for a large one.
-            with placed([workers], [*kept, *rewards], timeout_s, note):
+            with placed(workers, [*kept, *rewards], timeout_s, note):
                 servers = reward_servers(name, config.rewards, timeout_s, private)
                 handles = stack.enter_context(servers)
             client = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
             encoder = start_encoder(config, placement)
             pool = RolloutPool(config, client, note)
             try:
-                yield encoder, pool, placement
+                yield encoder, pool, placement, client
             finally:
                 pool.close()
                 ray.kill(encoder)
@@ -165,3 +195,17 @@ def start_encoder(config: Config, placement: PlacementGroup | None) -> ActorHand
         )
         .remote(config)
     )
+
+
+@contextmanager
+def _evaluation_pool(
+    config: Config, client: RewardClient, note: Callable[[str], None]
+) -> Iterator[RolloutPool | None]:
+    if not config.evaluation.workers:
+        yield None
+        return
+    pool = RolloutPool(for_evaluation_workers(config), client, note, role="evaluation worker")
+    try:
+        yield pool
+    finally:
+        pool.close()

@@ -19,7 +19,8 @@ from g2rpo_ray.errors import InputError
 from g2rpo_ray.learner.checkpoint import (
     CheckpointError,
     CheckpointInfo,
-    best_checkpoint,
+    checkpoint_folder,
+    iteration_of,
     list_checkpoints,
     read_info,
 )
@@ -70,7 +71,7 @@ def open_run(config: Config, resume: str) -> Run:
     Raises:
         RunFolderError: the folder has a run already, or the checkpoint is of another kind.
     """
-    folder = Path(config.run_dir).expanduser().absolute()
+    folder = _folder(config)
     has_run = (folder / "config.yaml").exists()
     if has_run and resume == "none":
         raise RunFolderError(
@@ -98,11 +99,8 @@ def open_run(config: Config, resume: str) -> Run:
                 f"{checkpoint} is at iteration {info.iteration}, beyond "
                 f"iterations={config.iterations}; raise it to go on"
             )
-        if info.iteration == config.iterations == _finished_iterations(folder):
-            raise RunFolderError(
-                f"{checkpoint} is at iteration {info.iteration} of {config.iterations}: the run "
-                "is complete; raise iterations to go on"
-            )
+        if info.iteration == _finished_iterations(folder):
+            _check_not_finished(config, checkpoint, info)
         first_record = info.iteration + 1 if has_run else None
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +113,7 @@ def open_run(config: Config, resume: str) -> Run:
 
 def write_resolved(config: Config) -> Path:
     """Write the resolved configuration into ``run_dir`` without starting a run there."""
-    path = Path(config.run_dir).expanduser().absolute() / "resolved.yaml"
+    path = _folder(config) / "resolved.yaml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_config(config, path)
@@ -128,23 +126,59 @@ def checkpoint_named(config: Config, name: str) -> Path:
     """Folder of a run's ``last`` or ``best`` checkpoint, or of the one at the path ``name``.
 
     Raises:
-        RunFolderError: the run has no checkpoint, or none with a score.
+        RunFolderError: the run has no checkpoint, or none that is better than the base model.
     """
     if name not in ("last", "best"):
         return Path(name).expanduser().absolute()
-    folder = Path(config.run_dir).expanduser().absolute()
+    folder = _folder(config)
     if name == "best":
-        best = best_checkpoint(folder)
+        best = best_evaluated(config)
         if best is None:
             raise RunFolderError(
-                f"{config.run_dir}: no checkpoint there has a score; checkpoint.best names the "
-                "reward that a run judges them by"
+                f"{config.run_dir}: no checkpoint there was evaluated by checkpoint.best; it names "
+                "the reward that a run judges them by"
             )
-        return best
+        if best == 0:
+            raise RunFolderError(
+                f"{config.run_dir}: no checkpoint there has a higher held-out mean of "
+                f"{config.checkpoint.best} than the base model; --checkpoint base works"
+            )
+        return checkpoint_folder(folder, best)
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         raise RunFolderError(f"{config.run_dir}: no checkpoint there yet; --checkpoint base works")
     return checkpoints[-1]
+
+
+def evaluated_iterations(config: Config) -> set[int]:
+    """Iterations whose evaluation is recorded."""
+    records = read_metrics(_folder(config))
+    return {record["iteration"] for record in records if record["kind"] == "evaluation"}
+
+
+def heldout_means(config: Config) -> dict[int, float]:
+    """Held-out mean of ``checkpoint.best`` by evaluated iteration, in their order; those without a
+    number are left out."""
+    name = f"heldout/{config.checkpoint.best}"
+    means = {r["iteration"]: r[name] for r in read_metrics(_folder(config)) if name in r}
+    return {n: means[n] for n in sorted(means) if means[n] is not None}
+
+
+def best_evaluated(config: Config) -> int | None:
+    """Iteration with the highest held-out mean, of the checkpoints that are there and the base
+    model (0); of equal ones the last."""
+    there = [0, *map(iteration_of, list_checkpoints(_folder(config)))]
+    means = {n: mean for n, mean in heldout_means(config).items() if n in there}
+    return max(means, key=lambda n: (means[n], n), default=None)
+
+
+def is_stalled(config: Config) -> bool:
+    """Whether none of the last ``evaluation.patience`` evaluations is better than all before."""
+    means, settings = list(heldout_means(config).values()), config.evaluation
+    patience = settings.patience
+    if patience == 0 or len(means) <= patience:
+        return False
+    return max(means[-patience:]) <= max(means[:-patience]) + settings.min_gain
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:
@@ -182,16 +216,18 @@ def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures
 
 
 def heldout_before_after(folder: Path) -> dict[str, dict[str, float | None]]:
-    """First and last recorded evaluation of each reward."""
-    evaluations = [r for r in read_metrics(folder) if r["kind"] == "evaluation"]
-    prefix = "heldout/"
-    names = [key.removeprefix(prefix) for key in evaluations[0] if key.startswith(prefix)]
+    """Of each reward: the first evaluation, and that of the last iteration; None without one."""
+    records, prefix = read_metrics(folder), "heldout/"
+    evaluations = {r["iteration"]: r for r in records if r["kind"] == "evaluation"}
+    last = max((record["iteration"] for record in records), default=0)
+    first = min(evaluations, default=last)
+    before, after = evaluations.get(first, {}), evaluations.get(last, {})
+    if first == last:
+        before = {}
     return {
-        name: {
-            "before": evaluations[0][prefix + name],
-            "after": evaluations[-1].get(prefix + name),
-        }
-        for name in names
+        name.removeprefix(prefix): {"before": before.get(name), "after": after.get(name)}
+        for name in before | after
+        if name.startswith(prefix)
     }
 
 
@@ -207,6 +243,24 @@ def _checkpoint_of(folder: Path, resume: str) -> Path | None:
             f"--resume {resume}: no such folder; it takes auto, none, or a folder"
         )
     return path
+
+
+def _check_not_finished(config: Config, checkpoint: Path, info: CheckpointInfo) -> None:
+    if info.iteration == config.iterations:
+        raise RunFolderError(
+            f"{checkpoint} is at iteration {info.iteration} of {config.iterations}: the run "
+            "is complete; raise iterations to go on"
+        )
+    if is_stalled(config):
+        raise RunFolderError(
+            f"{checkpoint}: the run ended early at iteration {info.iteration} of "
+            f"{config.iterations} (evaluation.patience is {config.evaluation.patience}); raise "
+            "patience, or set it to 0, to go on"
+        )
+
+
+def _folder(config: Config) -> Path:
+    return Path(config.run_dir).expanduser().absolute()
 
 
 def _finished_iterations(folder: Path) -> int | None:

@@ -166,6 +166,17 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["rewards.own.options", "target", "no_colon"],
         ),
         (["rewards={}"], ["rewards", "at least 1 item"]),
+        (
+            ["evaluation.workers=1", "evaluation.every=0"],
+            ["evaluation.workers is 1", "evaluation.every is 0", "set every"],
+        ),
+        (["evaluation.patience=3"], ["evaluation.patience is 3", "checkpoint.best is not set"]),
+        (["checkpoint.best=hsp"], ["checkpoint.best is 'hsp'", "clip, hps, oracle"]),
+        (
+            ["checkpoint.best=hps", "evaluation.every=5"],
+            ["checkpoint.every is 20", "evaluation.every is 5", "a multiple"],
+        ),
+        (["evaluation.min_gain=-0.1"], ["evaluation.min_gain", "greater than or equal to 0"]),
     ],
 )
 def test_impossible_combination(overrides: list[str], named: list[str]) -> None:

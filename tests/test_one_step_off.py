@@ -39,6 +39,7 @@ class FakeRoles:
     replacements: int = 0
     repeats: int = 0
     workers: tuple[()] = ()
+    evaluation_pool: None = None
 
     @property
     def pool(self) -> "FakeRoles":
@@ -80,7 +81,7 @@ def loop_of(tmp_path: Path, roles: FakeRoles, stop: StopSignal, *overrides: str)
     nothing: Any = None
     log: Any = SimpleNamespace(observe=lambda *_: None, live=lambda _: None)
     kinds: Any = roles
-    return OneStepOffLoop(config, run, kinds, log, progress, stop, nothing, ["a", "b", "c"])
+    return OneStepOffLoop(config, run, kinds, log, progress, stop, nothing, ["a", "b", "c"], [])
 
 
 @pytest.fixture

@@ -21,6 +21,14 @@ class EvaluationSection(Section):
     ``sampling.height``."""
     width: int | None = Field(None, ge=16, multiple_of=16)
     """Picture width, likewise."""
+    workers: int = Field(0, ge=0)
+    """Workers that evaluate while the run trains, each with a rollout worker's resources, at the
+    deployment's size. 0: the rollout workers evaluate, at their own, and training waits."""
+    patience: int = Field(0, ge=0)
+    """The run ends early when so many evaluations in a row brought no new highest held-out mean of
+    the reward ``checkpoint.best``; 0 never."""
+    min_gain: float = Field(0.0, ge=0)
+    """For ``patience``, a mean is a new highest one only by more than this."""
     pictures_shown: int = Field(16, ge=0)
     """Prompts whose pictures are kept before and after, for the report."""
 

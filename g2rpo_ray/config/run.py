@@ -77,8 +77,7 @@ class Config(Section):
             )
         if not self.trained_rewards:
             raise ValueError("rewards: every weight is 0; at least one reward must be trained on")
-        if self.checkpoint.best is not None:
-            self._check_best(self.checkpoint.best)
+        self._check_evaluation()
         if self.learner.offload_parameters and self.learner.zero_stage != 3:
             raise ValueError(
                 f"learner.offload_parameters is true and learner.zero_stage is "
@@ -104,7 +103,20 @@ class Config(Section):
                 "longer has the weights that drew the groups; use old_log_prob: rollout"
             )
 
-    def _check_best(self, best: str) -> None:
+    def _check_evaluation(self) -> None:
+        evaluation, best = self.evaluation, self.checkpoint.best
+        if evaluation.workers and not evaluation.every:
+            raise ValueError(
+                f"evaluation.workers is {evaluation.workers} and evaluation.every is 0: they would "
+                "have nothing to do while the run trains; set every, or workers 0"
+            )
+        if evaluation.patience and best is None:
+            raise ValueError(
+                f"evaluation.patience is {evaluation.patience} and checkpoint.best is not set: "
+                "name the reward that decides there"
+            )
+        if best is None:
+            return
         if best not in self.rewards:
             raise ValueError(
                 f"checkpoint.best is {best!r}; rewards are {', '.join(sorted(self.rewards))}"

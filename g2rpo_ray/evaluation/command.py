@@ -36,7 +36,7 @@ def evaluate(
     """Draw, score and compare; what ``folder`` has already is not drawn again.
 
     Args:
-        checkpoints: ``[LABEL=]last|base|PATH``.
+        checkpoints: ``[LABEL=]last|best|base|PATH``.
         steps: step counts, each in a row of its own.
         hybrids: shares of the steps that the trained weights make before the base model goes on.
         folder: gets pictures, scores.parquet, table.parquet, table.md and gallery.html.

@@ -51,7 +51,7 @@ class Row:
 
 
 def parse_weights(config: Config, named: Sequence[str]) -> list[Weights]:
-    """Weights from ``[LABEL=]last|base|PATH``; PATH is a checkpoint, or a run's folder.
+    """Weights from ``[LABEL=]last|best|base|PATH``; PATH is a checkpoint, or a run's folder.
 
     Raises:
         EvaluationError: a label stands twice or is no label; weights of another kind.

@@ -11,3 +11,11 @@ def at_deployment_size(config: Config) -> Config:
         "width": evaluation.width or sampling.width,
     }
     return config.model_copy(update={"sampling": sampling.model_copy(update=size)})
+
+
+def for_evaluation_workers(config: Config) -> Config:
+    """``config`` for a pool of the workers that evaluate while a run trains."""
+    count = config.evaluation.workers
+    workers = {"workers": count, "min_workers": 1, "max_workers": None}
+    rollout = config.rollout.model_copy(update=workers)
+    return at_deployment_size(config).model_copy(update={"rollout": rollout})

@@ -35,7 +35,7 @@ from g2rpo_ray.learner.shards import (
     write_parts,
 )
 
-FORMAT = 2
+FORMAT = 3
 WEIGHTS_FILE, OPTIMIZER_FILE = "trainable-{:05d}.safetensors", "optimizer-{:05d}.safetensors"
 RANK_FILE = "rank-{:05d}.json"
 """What a rank has written; goes into state.json."""
@@ -61,8 +61,6 @@ class CheckpointInfo:
     seed: int
     trained_steps: list[int] = field(default_factory=list)
     """SDE steps of the iteration to come: where a sliding window stands."""
-    score: float | None = None
-    """Mean of ``checkpoint.best`` in the evaluation of these weights; none without one."""
 
 
 def write_checkpoint(folder: Path, info: CheckpointInfo, state: Mapping[str, Tensor]) -> None:
@@ -191,20 +189,20 @@ def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
     return run_dir / "checkpoints" / f"iteration_{iteration:06d}"
 
 
+def iteration_of(folder: Path) -> int:
+    """Iteration that a checkpoint's folder is named after."""
+    return int(folder.name.removeprefix("iteration_"))
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
     return sorted((run_dir / "checkpoints").glob("iteration_*"))
 
 
-def best_checkpoint(run_dir: Path) -> Path | None:
-    """The one with the highest score; of equal ones the last, and none without a score."""
-    scores = {folder: read_info(folder).score for folder in list_checkpoints(run_dir)}
-    known = [(score, folder) for folder, score in scores.items() if score is not None]
-    return max(known)[1] if known else None
-
-
-def delete_old_checkpoints(run_dir: Path, keep_last: int, newest: Path) -> None:
-    """Keep the last ones up to ``newest``, which was just written, and the best one.
+def delete_old_checkpoints(
+    run_dir: Path, keep_last: int, newest: Path, keep_also: Sequence[int] = ()
+) -> None:
+    """Keep the last ones up to ``newest``, which was just written, and those of some iterations.
 
     Later ones are of a history that a resume from an older checkpoint gave up; kept, they would be
     what the next ``--resume auto`` takes.
@@ -213,7 +211,8 @@ def delete_old_checkpoints(run_dir: Path, keep_last: int, newest: Path) -> None:
         if folder > newest:
             shutil.rmtree(folder)
     checkpoints = list_checkpoints(run_dir)
-    kept = [*checkpoints[-keep_last:], best_checkpoint(run_dir)]
+    also = [checkpoint_folder(run_dir, iteration) for iteration in keep_also]
+    kept = [*checkpoints[-keep_last:], *also]
     for folder in checkpoints:
         if folder not in kept:
             shutil.rmtree(folder)

@@ -146,11 +146,16 @@ class LearnerGroup:
             answers = [rank.save.remote(folder, info) for rank in self.ranks]
             self._snapshot = _Snapshot(folder, answers, len(self._updates))
 
-    def save(self, folder: Path, info: CheckpointInfo) -> None:
-        """Write a checkpoint; returns when it is whole on the disk."""
+    def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
+        """Write a checkpoint; returns when it is whole on the disk.
+
+        Args:
+            keep_also: iterations whose checkpoints outlive ``checkpoint.keep_last``.
+        """
 
         def save() -> None:
-            self._answers([rank.save.remote(folder, info) for rank in self.ranks], "checkpoint")
+            answers = [rank.save.remote(folder, info, keep_also) for rank in self.ranks]
+            self._answers(answers, "checkpoint")
 
         with self.lock:
             self._recovering(save)

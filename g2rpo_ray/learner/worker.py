@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -125,15 +126,18 @@ class Learner:
         self._weight_group.transfer(version, self.engine.weight_shards())
         return self.engine.weight_shard_sums()
 
-    def save(self, folder: Path, info: CheckpointInfo) -> None:
+    def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
         """Write a checkpoint; every rank calls it, and returns when its part is whole.
 
         Rank 0 returns when the checkpoint is.
+
+        Args:
+            keep_also: iterations whose checkpoints outlive ``checkpoint.keep_last``.
         """
-        self.begin_save(folder, info)
+        self.begin_save(folder, info, keep_also)
         self.finish_save()
 
-    def begin_save(self, folder: Path, info: CheckpointInfo) -> None:
+    def begin_save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
         """Copy this rank's part of the state to host memory, to be written in the background.
 
         Raises:
@@ -151,7 +155,7 @@ class Learner:
         torch.distributed.broadcast_object_list(failure, 0, device=self.device)
         if failure[0] is not None:
             raise CheckpointError(failure[0])
-        self._writing = self._writer.submit(self._write, folder, info, parts)
+        self._writing = self._writer.submit(self._write, folder, info, parts, keep_also)
 
     def finish_save(self) -> None:
         """Wait until the checkpoint under way is whole.
@@ -163,13 +167,19 @@ class Learner:
         if writing is not None:
             writing.result()
 
-    def _write(self, folder: Path, info: CheckpointInfo, parts: list[StatePart]) -> None:
+    def _write(
+        self,
+        folder: Path,
+        info: CheckpointInfo,
+        parts: list[StatePart],
+        keep_also: Sequence[int],
+    ) -> None:
         write_rank(folder, self.rank, parts)
         parts.clear()
         if self.rank == 0:
-            settings = self.config.learner
+            settings, keep_last = self.config.learner, self.config.checkpoint.keep_last
             commit_checkpoint(folder, info, settings.ranks, settings.timeout_s)
-            delete_old_checkpoints(folder.parent.parent, self.config.checkpoint.keep_last, folder)
+            delete_old_checkpoints(folder.parent.parent, keep_last, folder, keep_also)
 
     def checksum(self) -> str:
         """Of the trainable weights, the same on every rank."""

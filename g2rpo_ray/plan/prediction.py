@@ -261,7 +261,9 @@ class Predictor:
     def _placed(self, workers: int, ranks: int) -> list[list[str]]:
         """Roles on every card."""
         config = self.config
-        shares = [("rollout worker", config.rollout.gpus_per_worker)] * workers
+        # Those that evaluate while the run trains hold what a rollout worker does.
+        drawing = workers + config.evaluation.workers
+        shares = [("rollout worker", config.rollout.gpus_per_worker)] * drawing
         shares += [("learner rank", config.learner.gpus_per_rank)] * ranks
         for name, reward in config.rewards.items():
             shares += [(f"reward {name}", reward.gpus_per_replica)] * reward.min_replicas

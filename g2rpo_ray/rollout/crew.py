@@ -78,6 +78,7 @@ class Member:
     handle: Any
     since_s: float
     """Start of its present stage."""
+    role: str
     stage: str = "placing"
     place: Place | None = None
     weight_version: int = 0
@@ -86,7 +87,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        return f"rollout worker {self.number}" + (f" ({self.place})" if self.place else "")
+        return f"{self.role} {self.number}" + (f" ({self.place})" if self.place else "")
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,19 @@ class Crew:
     Args:
         hire: starts one actor.
         tell: told of workers that came up, and of losses.
+        role: what a member is called.
     """
 
     def __init__(
-        self, config: Config, scoring: Scoring, hire: Hire, tell: Callable[[str], None]
+        self,
+        config: Config,
+        scoring: Scoring,
+        hire: Hire,
+        tell: Callable[[str], None],
+        role: str,
     ) -> None:
         self._config, self._scoring, self._hire, self._tell = config, scoring, hire, tell
+        self._role = role
         self._wanted = config.rollout.most_workers
         self._start_timeout_s = config.cluster.start_timeout_s
         self.members: dict[int, Member] = {}
@@ -178,7 +186,7 @@ class Crew:
         stages = Counter(member.stage for member in self.members.values())
         found = ", ".join(f"{count} {stage}" for stage, count in sorted(stages.items()))
         return (
-            f"{wanted} rollout workers are wanted, within cluster.start_timeout_s = "
+            f"{wanted} {self._role}s are wanted, within cluster.start_timeout_s = "
             f"{self._start_timeout_s:g} s; there are: {found or 'none'} (placing = no node "
             f"has room for CPU {settings.cpus_per_worker:g}, GPU {settings.gpus_per_worker:g}). "
             f"Free by node: {_free_by_node()}. Avoided nodes: {self._avoided() or 'none'}"
@@ -228,6 +236,12 @@ class Crew:
             self._node_failures[member.place.node_id] += 1
         self._tell(report(member.name, member.place, why) if log else f"{member.name} {why}")
 
+    def close(self) -> None:
+        """End every worker, and start none any more."""
+        self._wanted = 0
+        for member in list(self.members.values()):
+            self.tend_off(member)
+
     def tend_off(self, member: Member) -> None:
         """End a worker for good."""
         self.members.pop(member.number, None)
@@ -269,7 +283,7 @@ class Crew:
         return [m for m, ref in zip(members, asked, strict=True) if not _answered(ref)]
 
     def _start(self, now_s: float) -> None:
-        member = Member(self._started, self._hire(self._avoided()), now_s)
+        member = Member(self._started, self._hire(self._avoided()), now_s, self._role)
         self._started += 1
         self.members[member.number] = self._coming[member.number] = member
         self.watch(member.handle.__ray_call__.remote(own_place), member.number, "placed")

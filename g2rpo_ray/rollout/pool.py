@@ -61,6 +61,7 @@ class RolloutPool:
         scoring: Scoring,
         tell: Callable[[str], None] = print,
         hire: Hire | None = None,
+        role: str = "rollout worker",
     ) -> None:
         """Starts the workers without waiting for them.
 
@@ -68,11 +69,12 @@ class RolloutPool:
             scoring: handed to every worker.
             tell: told of workers that came up, and of those that were lost.
             hire: starts one worker's actor; tests and benchmarks have their own.
+            role: what messages call a worker.
         """
         self._settings = settings = config.rollout
-        self._tell = tell
+        self._tell, self._role = tell, role
         self._start_timeout_s = config.cluster.start_timeout_s
-        self._crew = Crew(config, scoring, hire or hire_actor(config), tell)
+        self._crew = Crew(config, scoring, hire or hire_actor(config), tell, role)
         self._patience = {
             kind: Patience(settings.timeout_s, settings.min_deadline_s)
             for kind in ("rollout", "evaluate", "walk")
@@ -108,12 +110,11 @@ class RolloutPool:
                 raise RolloutStartError(self._crew.shortage(wanted))
             if waited_s > line_s:
                 line_s += WAIT_LINE_S
-                self._tell(f"waiting for rollout workers: {self._crew.shortage(wanted)}")
+                self._tell(f"waiting for {self._role}s: {self._crew.shortage(wanted)}")
 
     def close(self) -> None:
         """End every worker."""
-        for member in list(self._crew.members.values()):
-            self._crew.tend_off(member)
+        self._crew.close()
 
     def sync(self, sync_workers: SyncWorkers) -> Any:
         """Bring new weights to every worker, and to every one that joins later, before its work.

@@ -2,15 +2,18 @@
 
 import time
 
+from g2rpo_ray.evaluation.heldout import HeldoutEvaluation
 from g2rpo_ray.learner.group import LearnerGroup
 from g2rpo_ray.rollout.pool import RolloutPool
 
 
 class Activity:
-    """Reads the counters of pool and learner once an iteration."""
+    """Reads the counters of pool, learner and evaluation once an iteration."""
 
-    def __init__(self, pool: RolloutPool, learner: LearnerGroup) -> None:
-        self._pool, self._learner = pool, learner
+    def __init__(
+        self, pool: RolloutPool, learner: LearnerGroup, heldout: HeldoutEvaluation
+    ) -> None:
+        self._pool, self._learner, self._heldout = pool, learner, heldout
         self._last = self._counters()
 
     def lap(self) -> dict[str, float]:
@@ -24,6 +27,7 @@ class Activity:
             "rollout/replaced": change["replaced"],
             "rollout/repeated": change["repeated"],
             "learner/rebuilds": change["rebuilds"],
+            "evaluation/missed": change["missed"],
             "idle/rollout": _idle(change["rollout_s"], change["wall_s"] * workers),
             "idle/learner": _idle(change["learner_s"], change["wall_s"]),
         }
@@ -36,6 +40,7 @@ class Activity:
             "replaced": self._pool.replacements,
             "repeated": self._pool.repeats,
             "rebuilds": self._learner.rebuilds,
+            "missed": self._heldout.missed,
         }
 
 

@@ -68,11 +68,12 @@ def _header(run: RunFolder) -> str:
     seconds = run.summary.get("train_s", run.total("time/iteration_s"))
     evaluations = run.summary.get("evaluations", int(run.total("rollout/evaluations")))
     peak = run.summary.get("peak_rss_gib")
+    early = run.summary.get("stopped_early", False)
     facts = {
         "Algorithm": algorithm or NOTHING,
         "Model": model or NOTHING,
         "Seed": NOTHING if seed is None else seed,
-        "Iterations": f"{run.iterations} of {planned}",
+        "Iterations": f"{run.iterations} of {planned}{', ended early' * early}",
         "Training time": format_seconds(seconds),
         "Evaluations of the model": f"{evaluations:,}",
         "Peak memory": NOTHING if peak is None else f"{peak:.2f} GiB",

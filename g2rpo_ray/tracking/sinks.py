@@ -98,7 +98,7 @@ class WeightsAndBiases(Sink):
         identity = run_dir / "wandb_run_id"
         if not identity.exists():
             identity.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-        self._wandb = wandb
+        self._wandb, self._step = wandb, 0
         self._run = wandb.init(
             project=project,
             name=run_dir.name,
@@ -107,13 +107,22 @@ class WeightsAndBiases(Sink):
             dir=str(run_dir),
             config=dict(config),
         )
+        # An evaluation beside the training ends when later iterations are there already.
+        for name in ("heldout/*", "pictures"):
+            self._run.define_metric(name, step_metric="evaluation/iteration")
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=iteration)
+        evaluated = any(name.startswith("heldout/") for name in values)
+        own_step = {"evaluation/iteration": iteration} if evaluated else {}
+        self._log({**values, **own_step}, iteration)
 
     def pictures(self, iteration: int, pictures: Mapping[str, np.ndarray]) -> None:
         images = [self._wandb.Image(picture, caption=text) for text, picture in pictures.items()]
-        self._run.log({"pictures": images}, step=iteration)
+        self._log({"pictures": images, "evaluation/iteration": iteration}, iteration)
+
+    def _log(self, values: dict[str, Any], iteration: int) -> None:
+        self._step = max(self._step, iteration)
+        self._run.log(values, step=self._step)
 
     def close(self) -> None:
         self._run.finish()

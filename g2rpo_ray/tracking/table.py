@@ -151,6 +151,11 @@ METRICS: dict[str, Metric] = {
     "learner/rebuilds": Metric(
         "count", "Times that a lost rank had the learner rebuilt.", kind="counter"
     ),
+    "evaluation/missed": Metric(
+        "count", "Evaluations beside the training that failed, or were left out because the one "
+        "before was still under way; the driver said which and why. They have no numbers.",
+        kind="counter",
+    ),
     "idle/rollout": Metric("share", "Part of the iteration that workers spent without a prompt."),
     "idle/learner": Metric("share", "Part of the iteration that the learner made no update in."),
     "sync/bytes": Metric("B", "Size of the weights that one receiver got."),

@@ -22,6 +22,16 @@ class ObjectStoreSync(WeightSync):
         self, learner: "LearnerGroup", workers: Sequence[ActorHandle], version: int
     ) -> SyncReport:
         expected, weights = learner.export_weight_refs(version)
+        return self.send(expected, weights, workers, version)
+
+    def send(
+        self,
+        expected: ray.ObjectRef,
+        weights: ray.ObjectRef,
+        workers: Sequence[ActorHandle],
+        version: int,
+    ) -> SyncReport:
+        """As ``sync``, of weights (and their receipt) that are in the object store already."""
         answers = [worker.receive_weights.remote(version, weights) for worker in workers]
         ray.wait(answers, num_returns=len(answers), timeout=self._timeout_s)
         silent = [worker for worker, answer in enumerate(answers) if not _is_there(answer)]

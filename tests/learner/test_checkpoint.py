@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +19,6 @@ from g2rpo_ray.learner.checkpoint import (
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
-    best_checkpoint,
     checkpoint_folder,
     commit_checkpoint,
     delete_old_checkpoints,
@@ -139,7 +137,7 @@ def test_description_cut_short(tmp_path: Path, text: str) -> None:
 def test_other_format(tmp_path: Path, content: object) -> None:
     path = write(tmp_path, 1) / "state.json"
     path.write_text(json.dumps(content))
-    assert f"{path}: not a checkpoint of format 2" in error_of(path.parent)
+    assert f"{path}: not a checkpoint of format 3" in error_of(path.parent)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         read_info(path.parent)
 
@@ -332,17 +330,9 @@ def test_the_average_is_read_instead_of_the_weights(tmp_path: Path) -> None:
         read_weights(write(tmp_path, 2), average=True)
 
 
-def test_the_best_one_outlives_the_last_ones(tmp_path: Path) -> None:
-    scores = {1: 0.2, 2: 0.9, 3: None, 4: 0.4, 5: 0.3}
-    for iteration, score in scores.items():
-        folder = checkpoint_folder(tmp_path, iteration)
-        write_checkpoint(folder, replace(info_of(iteration), score=score), state_of(1.0))
-        delete_old_checkpoints(tmp_path, keep_last=1, newest=folder)
-    best, last = (checkpoint_folder(tmp_path, iteration) for iteration in (2, 5))
-    assert list_checkpoints(tmp_path) == [best, last]
-    assert best_checkpoint(tmp_path) == best
-
-
-def test_without_scores_there_is_no_best_one(tmp_path: Path) -> None:
-    write(tmp_path, 1)
-    assert best_checkpoint(tmp_path) is None
+def test_chosen_iterations_outlive_the_last_ones_in_their_own_history(tmp_path: Path) -> None:
+    best, old, judged, new, abandoned = (write(tmp_path, n) for n in (3, 4, 5, 6, 9))
+    delete_old_checkpoints(tmp_path, keep_last=1, newest=new, keep_also=[3, 5, 7, 9])
+    assert list_checkpoints(tmp_path) == [best, judged, new]
+    assert not old.exists()
+    assert not abandoned.exists()

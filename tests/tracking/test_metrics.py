@@ -147,10 +147,14 @@ def test_wandb_gets_every_number_and_a_resumed_run_continues(
 ) -> None:
     logged: list[tuple[int, dict[str, Any]]] = []
     identities = []
+    own_steps = {}
 
     class Run:
         def log(self, values: dict[str, Any], step: int) -> None:
             logged.append((step, values))
+
+        def define_metric(self, name: str, step_metric: str) -> None:
+            own_steps[name] = step_metric
 
         def finish(self) -> None:
             logged.append((-1, {}))
@@ -166,7 +170,11 @@ def test_wandb_gets_every_number_and_a_resumed_run_continues(
     for resume in (None, 2):
         with MetricsLog(tmp_path, tracking, {"seed": 3}, resume) as log:
             log.record(1, {"policy/loss": 0.5})
-    assert logged == [(1, {"policy/loss": 0.5}), (-1, {})] * 2
+            # Of an evaluation beside the training; W&B drops what is logged at an earlier step.
+            log.record(0, {"heldout/hps": 0.3})
+    late = {"heldout/hps": 0.3, "evaluation/iteration": 0}
+    assert logged == [(1, {"policy/loss": 0.5}), (1, late), (-1, {})] * 2
+    assert own_steps["heldout/*"] == "evaluation/iteration"
     assert identities[0] == identities[1]
 
 

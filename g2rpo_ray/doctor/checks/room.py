@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from g2rpo_ray.cluster import (
     Node,
     encoder_demand,
+    evaluation_demand,
     learner_demand,
     overview,
     reward_demands,
@@ -19,6 +20,7 @@ def check_room(config: Config, nodes: Sequence[Node]) -> list[Finding]:
     """What ``g2rpo train`` would wait for."""
     demands = [
         rollout_demand(config),
+        *evaluation_demand(config),
         learner_demand(config),
         *reward_demands(config),
         *encoder_demand(config),
