@@ -1,9 +1,8 @@
 """The loop of a run: generate, learn, sync, record. It alone knows every room."""
 
 import json
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +10,11 @@ from pathlib import Path
 import ray
 
 from g2rpo_ray.config import Config
+from g2rpo_ray.errors import RunError
 from g2rpo_ray.evaluation.heldout import HeldoutEvaluation
 from g2rpo_ray.launch import Roles, launch
-from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder
+from g2rpo_ray.learner.checkpoint import SNAPSHOTS, CheckpointInfo, checkpoint_folder
+from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.group import GroupsLostError, LearnerUpdate
 from g2rpo_ray.logs import log_as, log_file
 from g2rpo_ray.models.loading import check_model_folder
@@ -22,7 +23,6 @@ from g2rpo_ray.prompts.dataset import PromptOrder, evenly, read_config_prompts
 from g2rpo_ray.rollout.strategies import make_strategy
 from g2rpo_ray.rollout.worker import RolloutSummary
 from g2rpo_ray.run import (
-    SNAPSHOTS,
     Run,
     best_evaluated,
     changed_settings,
@@ -66,9 +66,12 @@ def train(config: Config, resume: str = "none") -> None:
     for change in changes:
         progress.note(f"changed since the run was started: {change}")
 
+    starting = True
+
     def note(text: str) -> None:
-        # Nothing is lost yet: a signal need not wait until all roles have started.
-        stop.check()
+        if starting:
+            # Nothing is lost yet: a signal need not wait until all roles have started.
+            stop.check()
         progress.note(text)
 
     log_as("driver")
@@ -85,6 +88,7 @@ def train(config: Config, resume: str = "none") -> None:
         ) as log,
         progress,
     ):
+        starting = False
         kind = TrainingLoop if config.pipeline == "sync" else OneStepOffLoop
         loop = kind(config, run, roles, log, progress, stop, memory, train_prompts, heldout_prompts)
         with closing(loop.heldout):
@@ -133,7 +137,7 @@ class TrainingLoop:
         self.heldout = HeldoutEvaluation(
             config, run.folder, roles, log, progress.note, lambda: self.encode(heldout_prompts)
         )
-        self.activity = Activity(roles.pool, roles.learner, self.heldout)
+        self.activity = Activity(roles, self.heldout)
 
     def run(self) -> None:
         """Train to the end; on a signal, save and re-raise."""
@@ -166,6 +170,7 @@ class TrainingLoop:
         except StopRequested as request:
             if saved < self.state.iteration:
                 self.save()
+            self.finish_save()
             self.progress.note(
                 f"stopped by {request} after iteration {self.state.iteration} of "
                 f"{self.config.iterations}; its state was on the disk "
@@ -173,6 +178,11 @@ class TrainingLoop:
                 "continues from there"
             )
             write_report(self.run_folder)
+            raise
+        except RunError as error:
+            if not isinstance(error, LearnerError):
+                # The learner is well: what it still writes is not lost.
+                self.finish_save()
             raise
         self.finish()
 
@@ -248,27 +258,38 @@ class TrainingLoop:
         values["memory/pss_gib"] = self.memory.pss_gib
         self.seconds = {}
         self.log.record(self.state.iteration, values)
+        if self.roles.learner.saved_unix_s is not None:
+            self.log.live({"run/checkpoint_unix_s": self.roles.learner.saved_unix_s})
         self.progress.iteration(self.state.iteration, values)
 
     def save(self) -> None:
-        """Write a checkpoint of the state of now."""
-        with self.phase("checkpoint"):
-            folder = checkpoint_folder(self.run_folder, self.state.iteration)
-            self.roles.learner.save(folder, self.checkpoint_info(), self.heldout.kept)
-        self.log.live({"run/checkpoint_unix_s": time.time()})
-        shutil.rmtree(self.run_folder / SNAPSHOTS, ignore_errors=True)
+        """Begin a checkpoint of the state of now; the learner writes it while training goes on."""
+        # The last one must be there to be found the best.
+        self.finish_save()
+        self.begin_save(self.run_folder, self.heldout.kept)
 
     def snapshot(self) -> None:
-        """Have the learner write the state of now while the next groups are drawn."""
-        folder = checkpoint_folder(self.run_folder / SNAPSHOTS, self.state.iteration)
-        self.roles.learner.snapshot(folder, self.checkpoint_info())
+        """As ``save``, but kept only until the next checkpoint."""
+        self.begin_save(self.run_folder / SNAPSHOTS)
+
+    def begin_save(self, folder: Path, keep_also: Sequence[int] = ()) -> None:
+        """Have the ranks copy the state of now; waits for the state before to be whole."""
+        with self.phase("checkpoint"):
+            target = checkpoint_folder(folder, self.state.iteration)
+            self.roles.learner.save(target, self.checkpoint_info(), keep_also)
+
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is whole."""
+        with self.phase("checkpoint"):
+            self.roles.learner.finish_save()
 
     def checkpoint_info(self) -> CheckpointInfo:
         trained_steps = make_strategy(self.config).trained_steps(self.state.iteration)
         return replace(self.state, trained_steps=trained_steps)
 
     def finish(self) -> None:
-        """The last evaluation, summary.json, the table and the report."""
+        """The last checkpoint and evaluation, summary.json, the table and the report."""
+        self.finish_save()
         with self.phase("evaluate"):
             self.heldout.finish(self.state.iteration, self.on_wait)
         summary = {

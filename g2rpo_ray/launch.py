@@ -55,6 +55,7 @@ class Roles:
     pool: RolloutPool
     learner: LearnerGroup
     weight_sync: WeightSync
+    rewards: RewardClient
     evaluation_pool: RolloutPool | None = None
     """Workers that evaluate while the run trains, where ``evaluation.workers`` asks for them."""
 
@@ -114,7 +115,7 @@ def launch(config: Config, checkpoint: Path | None, note: Callable[[str], None])
         pool.wait_until_ready()
         if evaluation_pool is not None:
             evaluation_pool.wait_until_ready()
-        yield Roles(encoder, pool, learner, make_weight_sync(config), evaluation_pool)
+        yield Roles(encoder, pool, learner, make_weight_sync(config), client, evaluation_pool)
 
 
 @contextmanager

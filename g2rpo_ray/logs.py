@@ -7,13 +7,17 @@ have the keys ``asctime``, ``levelname``, ``message``, ``role``, ``rank`` and wh
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 30.0
 _fields: ContextVar[dict[str, Any]] = ContextVar("log_fields", default={})  # noqa: B039
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
 
@@ -43,6 +47,28 @@ def log_context(**fields: Any) -> Iterator[None]:
         yield
     finally:
         _fields.reset(token)
+
+
+@contextmanager
+def logged(phase: str) -> Iterator[None]:
+    """A line when a phase ends, and one every ``HEARTBEAT_S`` while it goes on."""
+    started_s, ended = time.monotonic(), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(HEARTBEAT_S):
+            logger.info("%s: goes on for %.0f s", phase, time.monotonic() - started_s)
+
+    # In this thread's context: its lines carry the same fields.
+    watcher = threading.Thread(target=copy_context().run, args=(beat,), daemon=True)
+    watcher.start()
+    how = "failed"
+    try:
+        yield
+        how = "done"
+    finally:
+        ended.set()
+        watcher.join()
+        logger.info("%s: %s after %.2f s", phase, how, time.monotonic() - started_s)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from g2rpo_ray import __version__
 from g2rpo_ray.config import Config, ModelSection, load_config, save_config
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.learner.checkpoint import (
+    SNAPSHOTS,
     CheckpointError,
     CheckpointInfo,
     checkpoint_folder,
@@ -29,10 +30,6 @@ from g2rpo_ray.tracking.metrics import read_metrics
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "deepspeed",
             "open_clip_torch", "safetensors")  # fmt: skip
-
-
-SNAPSHOTS = "snapshots"
-"""Folder, laid out like a run's, of the states that are kept only while a run is not finished."""
 
 
 class RunFolderError(InputError):

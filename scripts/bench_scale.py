@@ -4,6 +4,8 @@
     python scripts/bench_scale.py --setup one_card --json one_card.json
     python scripts/bench_scale.py --setup four_cards --json four_cards.json
     python scripts/bench_scale.py --setup four_cards --tiny --json tiny.json    # CPUs, gloo
+    python scripts/bench_scale.py --setup four_cards --tiny --heads 24 --stages sync,checkpoint \
+        --json memory.json learner.offload_optimizer=false weight_sync.bucket_mib=32
 
 ``one_card``: LoRA; rollout worker, learner rank and reward server share a card by fractions.
 ``four_cards``: all weights; two ZeRO-3 ranks and two rollout workers, each on its own card, and a
@@ -182,10 +184,12 @@ class Bench:
         """The first forms the group; the others are what a run pays in every iteration."""
         with self.results.stage("sync", 120) as found:
             times = []
-            for _ in range(5):
-                started_s = time.perf_counter()
-                report = roles.sync()
-                times.append(time.perf_counter() - started_s)
+            for number in range(5):
+                with self.host_memory(roles, found, f"host_mib of sync {number}"):
+                    started_s = time.perf_counter()
+                    report = roles.sync()
+                    times.append(time.perf_counter() - started_s)
+            found["bucket_mib"] = self.config.weight_sync.bucket_mib
             found["seconds"] = [round(seconds, 4) for seconds in times]
             found["tensors"], found["bytes"] = report.tensors, report.bytes
             found["gb_per_s"] = round(report.bytes / median(times[1:]) / 1e9, 1)
@@ -233,24 +237,33 @@ class Bench:
                 found["memory_gib"] = self.memory(roles)
 
     def checkpoint(self, roles: Roles) -> None:
-        """Until it is whole on the disk and checked."""
+        """Until it is copied, and until it is whole on the disk and checked."""
         with self.results.stage("checkpoint", 400) as found:
             run_dir = Path(self.config.run_dir)
             kind = "full" if self.config.model.lora is None else "lora"
             info = CheckpointInfo(1, 1, 1, 0, 0.0, kind, 0)
             folder = checkpoint_folder(run_dir, 1)
-            started_s = time.perf_counter()
-            roles.learner.save(folder, info)
-            found["seconds"] = _lap(started_s)
+            with self.host_memory(roles, found, "host_mib"):
+                started_s = time.perf_counter()
+                roles.learner.save(folder, info)
+                found["blocked_s"] = _lap(started_s)
+                roles.learner.finish_save()
+                found["seconds"] = _lap(started_s)
             found["bytes"] = sum(file.stat().st_size for file in folder.iterdir())
+            shard = sum(file.stat().st_size for file in folder.glob("*-00000.safetensors"))
+            found["shard_mib"] = round(shard / 2**20, 1)
             found["memory_gib"] = self.memory(roles)
 
     def memory(self, roles: Roles) -> dict[str, Any]:
         """Peaks since the last call, GiB: on the card by PyTorch's count, and in the process."""
-        named = {f"rollout worker {n}": worker for n, worker in enumerate(roles.pool.workers)}
-        named |= {f"learner rank {n}": rank for n, rank in enumerate(roles.learner.ranks)}
-        answers = ray.get([handle.__ray_call__.remote(_memory) for handle in named.values()])
-        return dict(zip(named, answers, strict=True))
+        return _ask(roles, _memory)
+
+    @contextmanager
+    def host_memory(self, roles: Roles, found: dict[str, Any], key: str) -> Iterator[None]:
+        """Adds each process's anonymous memory in MiB: before, at most, and what that is more."""
+        _ask(roles, _begin_watch)
+        yield
+        found[key] = _ask(roles, _end_watch)
 
 
 def _note(started_s: float, text: str) -> None:
@@ -259,6 +272,48 @@ def _note(started_s: float, text: str) -> None:
 
 def _lap(started_s: float) -> float:
     return round(time.perf_counter() - started_s, 3)
+
+
+def _ask(roles: Roles, question: Callable[[Any], Any]) -> dict[str, Any]:
+    """The answer of every rollout worker and learner rank."""
+    named = {f"rollout worker {n}": worker for n, worker in enumerate(roles.pool.workers)}
+    named |= {f"learner rank {n}": rank for n, rank in enumerate(roles.learner.ranks)}
+    answers = ray.get([handle.__ray_call__.remote(question) for handle in named.values()])
+    return dict(zip(named, answers, strict=True))
+
+
+class _HostWatch(threading.Thread):
+    """Samples its process's anonymous memory: pages of mapped files are the page cache's."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.most = self.now()
+        self.ended = threading.Event()
+
+    @staticmethod
+    def now() -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        status = dict(line.split(":", 1) for line in lines)
+        return int(status["RssAnon"].split()[0]) / 2**10
+
+    def run(self) -> None:
+        while not self.ended.wait(0.002):
+            self.most = max(self.most, self.now())
+
+
+def _begin_watch(role: Any) -> None:
+    """Runs inside a role."""
+    role.host_watch = _HostWatch()
+    role.host_watch.start()
+
+
+def _end_watch(role: Any) -> dict[str, float]:
+    """Runs inside a role."""
+    watch = role.host_watch
+    watch.ended.set()
+    watch.join()
+    found = {"steady": watch.before, "peak": watch.most, "above": watch.most - watch.before}
+    return {key: round(value, 1) for key, value in found.items()}
 
 
 def _memory(_role: object) -> dict[str, float]:
@@ -371,6 +426,10 @@ def write_scorer(path: Path) -> Path:
 def make_config(options: argparse.Namespace, scratch: Path) -> tuple[Config, list[str]]:
     """The quickstart's settings, turned into the setup's."""
     model = write_model_folder(scratch / "flux", options.tiny)
+    if options.heads is not None:
+        file = model / "transformer" / "config.json"
+        architecture = json.loads(file.read_text()) | {"num_attention_heads": options.heads}
+        file.write_text(json.dumps(architecture, indent=1))
     one_card = options.setup == "one_card"
     overrides = COMMON + (ONE_CARD if one_card else FOUR_CARDS)
     if not options.tiny:
@@ -393,6 +452,7 @@ def main() -> int:
     parser.add_argument("--setup", choices=["one_card", "four_cards"], required=True)
     parser.add_argument("--json", type=Path, required=True, help="where results go")
     parser.add_argument("--tiny", action="store_true", help="the quickstart's size, on CPUs")
+    parser.add_argument("--heads", type=int, help="attention heads: a wider network")
     parser.add_argument("--stages", default=STAGES, help=f"some of {STAGES}, in any order")
     parser.add_argument("--profile", action="store_true", help="what a learner pass is made of")
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints (a temporary one)")

@@ -178,6 +178,7 @@ class LocalScores:
     scores: dict[str, Any]
     failures: list[str] = field(default_factory=list)
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    busy_s: dict[str, float] = field(default_factory=dict)
 
     def result(self) -> dict[str, Any]:
         return self.scores

@@ -2,13 +2,15 @@
 
 import json
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from g2rpo_ray.logs import log_as, log_context, log_file
+from g2rpo_ray import logs
+from g2rpo_ray.logs import log_as, log_context, log_file, logged
 
 logger = logging.getLogger("g2rpo_ray.test")
 
@@ -44,6 +46,25 @@ def test_a_library_warning_is_labelled_and_its_chatter_left_out(tmp_path: Path) 
         logging.getLogger("some.library").warning("deprecated")
     (line,) = lines(tmp_path / "log.jsonl")
     assert (line["message"], line["role"], line["rank"]) == ("deprecated", "learner", 1)
+
+
+def test_a_phase_says_that_it_goes_on_and_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_as("learner", 1)
+    monkeypatch.setattr(logs, "HEARTBEAT_S", 0.2)
+    with log_file(tmp_path / "log.jsonl"):
+        with log_context(iteration=7), logged("update"):
+            time.sleep(0.7)
+        with pytest.raises(ValueError, match="broken"), logged("gather"):
+            raise ValueError("broken")
+    *beats, done, failed = lines(tmp_path / "log.jsonl")
+    assert 1 <= len(beats) <= 3
+    for line in (*beats, done):
+        assert (line["role"], line["rank"], line["iteration"]) == ("learner", 1, 7)
+    assert beats[0]["message"].startswith("update: goes on for 0 s")
+    assert done["message"].startswith("update: done after 0.7")
+    assert failed["message"].startswith("gather: failed after 0.0")
 
 
 def test_the_error_that_ends_a_run_is_the_last_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,9 @@ class FakeRoles:
     lose_once: bool = False
     rebuilds: int = 0
     busy_s: float = 0.0
+    written_s: float = 0.0
+    saved_unix_s: float | None = None
+    replica_busy_s: Counter[str] = field(default_factory=Counter)
     replacements: int = 0
     repeats: int = 0
     workers: tuple[()] = ()
@@ -45,7 +49,10 @@ class FakeRoles:
     def pool(self) -> "FakeRoles":
         return self
 
-    learner = pool
+    learner = rewards = pool
+
+    def replicas(self) -> int:
+        return 1
 
     @property
     def encoder(self) -> Any:

@@ -60,6 +60,7 @@ class KnownScores:
     scores: dict[str, Tensor]
     failures: list[str] = field(default_factory=list)
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    busy_s: dict[str, float] = field(default_factory=dict)
 
     def result(self) -> dict[str, Tensor]:
         return self.scores

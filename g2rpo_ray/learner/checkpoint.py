@@ -38,7 +38,9 @@ from g2rpo_ray.learner.shards import (
 FORMAT = 3
 WEIGHTS_FILE, OPTIMIZER_FILE = "trainable-{:05d}.safetensors", "optimizer-{:05d}.safetensors"
 RANK_FILE = "rank-{:05d}.json"
-"""What a rank has written; goes into state.json."""
+"""What a rank has written, for state.json; or why it could not."""
+SNAPSHOTS = "snapshots"
+"""Folder, laid out like a run's, of the states that are kept only until the next checkpoint."""
 WEIGHT_PREFIX, AVERAGE_PREFIX = "weight.", "ema."
 POLL_S = 0.1
 
@@ -81,7 +83,7 @@ def prepare_checkpoint(folder: Path) -> None:
         CheckpointError: the disk is full or read-only.
     """
     with _removed_on_failure(folder):
-        for left_over in folder.parent.glob(".iteration_*.writing"):
+        for left_over in folder.parent.glob(".iteration_*"):
             shutil.rmtree(left_over)
         _temporary(folder).mkdir(parents=True)
 
@@ -89,43 +91,63 @@ def prepare_checkpoint(folder: Path) -> None:
 def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
     """Write, read back and compare one rank's part, after ``prepare_checkpoint``.
 
+    A full disk, or what was read back and differs, is noted for ``commit_checkpoint`` to raise.
+
     Raises:
-        CheckpointError: the disk is full or read-only, or what was read back differs.
+        CheckpointError: not even that could be noted.
     """
     temporary = _temporary(folder)
+    if not temporary.is_dir():
+        raise CheckpointError(
+            f"{temporary}: not there on rank {rank}; run_dir must be on a file system that all "
+            "learner ranks share"
+        )
     averages = (WEIGHT_PREFIX, AVERAGE_PREFIX)
     contents = {
         WEIGHTS_FILE.format(rank): [p for p in parts if p.key.startswith(averages)],
         OPTIMIZER_FILE.format(rank): [p for p in parts if not p.key.startswith(averages)],
     }
+    note: dict[str, object] = {}
     with _removed_on_failure(folder):
-        if not temporary.is_dir():
-            raise CheckpointError(
-                f"{temporary}: not there on rank {rank}; run_dir must be on a file system that "
-                "all learner ranks share"
-            )
-        for name, content in contents.items():
-            write_parts(temporary / name, content)
-            _flush(temporary / name)
-            if not equals_file(temporary / name, content):
-                raise CheckpointError(f"{folder}: what was read back of {name} differs")
-        files = {name: _sha256(temporary / name) for name in contents}
+        try:
+            note["files"] = {n: _write_file(temporary / n, c) for n, c in contents.items()}
+        except CheckpointError as error:
+            note["error"] = f"learner rank {rank}: {error}"
+            # On a full disk this makes room for the note.
+            for name in contents:
+                (temporary / name).unlink(missing_ok=True)
         unfinished = temporary / f".{RANK_FILE.format(rank)}"
-        unfinished.write_text(json.dumps(files))
+        unfinished.write_text(json.dumps(note))
         unfinished.rename(temporary / RANK_FILE.format(rank))
+
+
+def _write_file(path: Path, parts: Sequence[StatePart]) -> str:
+    """SHA-256 of what was written, flushed, and found equal when it was read back."""
+    try:
+        write_parts(path, parts)
+        _flush(path)
+        if not equals_file(path, parts):
+            raise CheckpointError(f"what was read back of {path} differs")
+        return _sha256(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s: float) -> None:
     """Wait until all ranks have written their parts, and give the checkpoint its name.
 
     Raises:
-        CheckpointError: a rank did not write in time, or the disk is full or read-only.
+        CheckpointError: a rank could not write, or did not in time; the disk is full or read-only.
     """
     temporary = _temporary(folder)
     notes = [temporary / RANK_FILE.format(rank) for rank in range(ranks)]
     with _removed_on_failure(folder):
         deadline_s = time.monotonic() + timeout_s
         while missing := [rank for rank, note in enumerate(notes) if not note.exists()]:
+            if not temporary.is_dir():
+                raise CheckpointError(
+                    f"{folder}: learner ranks {missing} have given up, see theirs"
+                )
             if time.monotonic() > deadline_s:
                 raise CheckpointError(
                     f"{folder}: learner ranks {missing} wrote no part within {timeout_s:g} s "
@@ -134,16 +156,21 @@ def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s:
             time.sleep(POLL_S)
         files: dict[str, str] = {}
         for note in notes:
-            files |= json.loads(note.read_text())
+            written = json.loads(note.read_text())
+            if "error" in written:
+                raise CheckpointError(f"{folder}: checkpoint not written: {written['error']}")
+            files |= written["files"]
             note.unlink()
         content = {"format": FORMAT, **asdict(info), "files": files}
         (temporary / "state.json").write_text(json.dumps(content, indent=1))
         _flush(temporary / "state.json")
         _flush(temporary)
-        # A checkpoint of this iteration is there when a run was resumed from it and stopped.
-        shutil.rmtree(folder, ignore_errors=True)
+        # A checkpoint of this iteration may be there when a run was resumed from an older one.
+        replaced = _hide(folder) if folder.exists() else None
         temporary.rename(folder)
         _flush(folder.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
 
 
 def open_checkpoint(folder: Path) -> tuple[CheckpointInfo, StateReader]:
@@ -185,6 +212,11 @@ def read_info(folder: Path) -> CheckpointInfo:
     return _read_description(folder)[0]
 
 
+def is_checkpoint_of(folder: Path, info: CheckpointInfo) -> bool:
+    """Whether a whole checkpoint of exactly this state is there."""
+    return folder.is_dir() and read_info(folder) == info
+
+
 def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
     return run_dir / "checkpoints" / f"iteration_{iteration:06d}"
 
@@ -205,17 +237,31 @@ def delete_old_checkpoints(
     """Keep the last ones up to ``newest``, which was just written, and those of some iterations.
 
     Later ones are of a history that a resume from an older checkpoint gave up; kept, they would be
-    what the next ``--resume auto`` takes.
+    what the next ``--resume auto`` takes. Snapshots are of no use beside a newer checkpoint.
+
+    Raises:
+        CheckpointError: one cannot be deleted.
     """
-    for folder in list_checkpoints(run_dir):
-        if folder > newest:
-            shutil.rmtree(folder)
+    _delete([folder for folder in list_checkpoints(run_dir) if folder > newest])
     checkpoints = list_checkpoints(run_dir)
     also = [checkpoint_folder(run_dir, iteration) for iteration in keep_also]
     kept = [*checkpoints[-keep_last:], *also]
-    for folder in checkpoints:
-        if folder not in kept:
-            shutil.rmtree(folder)
+    _delete([folder for folder in checkpoints if folder not in kept])
+    _delete(list_checkpoints(run_dir / SNAPSHOTS))
+    shutil.rmtree(run_dir / SNAPSHOTS, ignore_errors=True)
+
+
+def _delete(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        try:
+            # Half a folder must not bear a checkpoint's name, whenever the process ends.
+            shutil.rmtree(_hide(folder))
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be deleted: {error}") from error
+
+
+def _hide(folder: Path) -> Path:
+    return folder.rename(folder.with_name(f".{folder.name}.deleted"))
 
 
 def _check_file(path: Path, expected_sha256: str) -> None:

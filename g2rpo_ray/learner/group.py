@@ -14,25 +14,15 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from g2rpo_ray.config import Config
-from g2rpo_ray.errors import InputError, RunError
-from g2rpo_ray.learner.checkpoint import CheckpointInfo
+from g2rpo_ray.learner.answers import GRACE_S, GroupsLostError, RankLostError, answers_of
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, is_checkpoint_of
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import StepRecord, UpdateReport
 from g2rpo_ray.learner.worker import Learner
 from g2rpo_ray.patience import Patience
-from g2rpo_ray.postmortem import Place, first_line, own_place, report
+from g2rpo_ray.postmortem import Place, own_place, report
 
-GRACE_S = 15.0
-"""When one rank fails, the others' answers are waited for so long: one of them may be dead."""
 T = TypeVar("T")
-
-
-class RankLostError(LearnerError):
-    """A rank died or hangs: its group cannot go on, but can be rebuilt."""
-
-
-class GroupsLostError(LearnerError):
-    """Rollout groups were lost with their node before the update; they can be drawn again."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +36,12 @@ class LearnerUpdate:
 
 
 @dataclass(frozen=True)
-class _Snapshot:
-    """A state on the disk that is still being written."""
+class _Writing:
+    """A state that the ranks have copied and are writing."""
 
     folder: Path
-    answers: list[ray.ObjectRef]
+    info: CheckpointInfo
+    keep_also: Sequence[int]
     updates: int
     """How many of the kept updates it contains."""
 
@@ -89,11 +80,15 @@ class LearnerGroup:
         self._state: Path | None = checkpoint
         self._updates: list[list[ray.ObjectRef]] = []
         """Groups of every update since ``_state``."""
-        self._snapshot: _Snapshot | None = None
+        self._writing: _Writing | None = None
         self._failures: deque[float] = deque()
         self.rebuilds = 0
         self.busy_s = 0.0
         """Time that updates took, since the start."""
+        self.written_s = 0.0
+        """Time that the slowest rank wrote states in the background, since the start."""
+        self.saved_unix_s: float | None = None
+        """When the last of them was found whole."""
         self.ranks: list[ActorHandle] = []
         self._places: list[Place] = []
         try:
@@ -108,8 +103,10 @@ class LearnerGroup:
         Raises:
             GroupsLostError: groups were lost with their node; the learner is as before the call.
             LearnerError: too many failures, or one that would come again.
+            CheckpointError: the state under way could not be written.
         """
         with self.lock:
+            self._recovering(lambda: self._settle(wait=False))
             update = self._recovering(lambda: self._update(list(groups)))
             self._updates.append(list(groups))
             self.version += 1
@@ -139,28 +136,31 @@ class LearnerGroup:
             self._recovering(ask)
             return self.rebuilds > rebuilds
 
-    def snapshot(self, folder: Path, info: CheckpointInfo) -> None:
-        """Begin to write the state of now; the ranks do it while the next groups are drawn."""
-        with self.lock:
-            self._settle_snapshot()
-            answers = [rank.save.remote(folder, info) for rank in self.ranks]
-            self._snapshot = _Snapshot(folder, answers, len(self._updates))
-
     def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
-        """Write a checkpoint; returns when it is whole on the disk.
+        """Begin to write the state of now; returns when every rank has copied its part.
+
+        One state is written at a time: this waits for the one before.
 
         Args:
             keep_also: iterations whose checkpoints outlive ``checkpoint.keep_last``.
+
+        Raises:
+            CheckpointError: this one cannot be begun, or the one before could not be written.
         """
-
-        def save() -> None:
-            answers = [rank.save.remote(folder, info, keep_also) for rank in self.ranks]
-            self._answers(answers, "checkpoint")
-
         with self.lock:
-            self._recovering(save)
-            self._state, self._snapshot = folder, None
-            self._updates.clear()
+            self.finish_save()
+            writing = _Writing(folder, info, keep_also, len(self._updates))
+            self._recovering(lambda: self._begin_save(writing))
+            self._writing = writing
+
+    def finish_save(self) -> None:
+        """Return when the state under way, if any, is whole on the disk.
+
+        Raises:
+            CheckpointError: it could not be written; those before are kept.
+        """
+        with self.lock:
+            self._recovering(self._settle)
 
     def checksum(self) -> str:
         """Of the trainable weights as they are now."""
@@ -247,89 +247,49 @@ class LearnerGroup:
         self._tell(f"{error}; rebuilding the learner")
 
     def _rebuild(self) -> None:
-        """From the newest state, with the updates since then made again."""
+        """From the newest state, with the updates since then made again.
+
+        A state that was being written is written again, from the weights of then.
+        """
         self.close()
-        pending = self._snapshot
-        if pending is not None and pending.folder.exists():
-            # A state appears under its name only when it is whole.
-            self._take(pending)
-        self._snapshot = None
+        # It has its name only since it is whole, and may have got it before the rank was lost.
+        if self._writing is not None and is_checkpoint_of(self._writing.folder, self._writing.info):
+            self._take(self._writing)
         self._start()
-        for groups in self._updates:
+        writing = self._writing
+        before = writing.updates if writing is not None else 0
+        for groups in self._updates[:before]:
+            self._update(groups)
+        if writing is not None:
+            self._begin_save(writing)
+        for groups in self._updates[before:]:
             self._update(groups)
         self.rebuilds += 1
 
-    def _settle_snapshot(self) -> None:
-        """Wait for the last snapshot; the ranks wrote it before any call that has returned since.
+    def _begin_save(self, state: _Writing) -> None:
+        arguments = state.folder, state.info, state.keep_also
+        calls = [rank.begin_save.remote(*arguments) for rank in self.ranks]
+        self._answers(calls, "checkpoint")
 
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        if self._snapshot is None:
+    def _settle(self, wait: bool = True) -> None:
+        if self._writing is None:
             return
-        try:
-            self._answers(self._snapshot.answers, "snapshot")
-        except RankLostError:
-            # Whoever calls next finds the group dead, and rebuilds it.
-            return
-        self._take(self._snapshot)
-        self._snapshot = None
+        calls = [rank.finish_save.remote(wait) for rank in self.ranks]
+        seconds = self._answers(calls, "end of the checkpoint")
+        if None not in seconds:
+            self.written_s += max(seconds)
+            self.saved_unix_s = time.time()
+            self._take(self._writing)
 
-    def _take(self, snapshot: _Snapshot) -> None:
-        self._state = snapshot.folder
-        del self._updates[: snapshot.updates]
+    def _take(self, written: _Writing) -> None:
+        self._state, self._writing = written.folder, None
+        del self._updates[: written.updates]
 
     def _answers(
         self, refs: list[ray.ObjectRef], phase: str, timeout_s: float | None = None
     ) -> list[Any]:
-        """Every rank's answer.
-
-        Raises:
-            RankLostError: a rank died, or did not answer in time.
-            GroupsLostError: an argument was lost with its node.
-            LearnerError: a rank failed while all of them live: it would fail again.
-        """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            return ray.get(refs, timeout=timeout_s)
-        except ray.exceptions.GetTimeoutError:
-            raise RankLostError(
-                f"learner: '{phase}' did not end within {timeout_s:g} s (learner.timeout_s); a "
-                "rank may hang in a collective, see the ranks' logs"
-            ) from None
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, ray.exceptions.ObjectLostError):
-                raise GroupsLostError(f"learner: '{phase}': {first_line(cause)}") from error
-            if isinstance(cause, InputError | RunError):
-                raise cause from error
-            # A rank whose peer died fails in a collective, often before the death is known.
-            self._raise_if_lost(refs, phase)
-            raise LearnerError(
-                f"learner: '{phase}' failed with {type(cause).__name__}: {cause} (the traceback is "
-                "in the rank's log)"
-            ) from error
-        except ray.exceptions.RayActorError as error:
-            raise RankLostError(
-                f"learner: a rank died during '{phase}': {first_line(error)}"
-            ) from error
-
-    def _raise_if_lost(self, refs: list[ray.ObjectRef], phase: str) -> None:
-        done, silent = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
-        if silent:
-            raise RankLostError(
-                f"learner: rank {refs.index(silent[0])} does not answer in '{phase}', and another "
-                "failed"
-            )
-        for ref in done:
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayActorError as error:
-                raise RankLostError(
-                    f"learner: rank {refs.index(ref)} died during '{phase}': {first_line(error)}"
-                ) from error
-            except ray.exceptions.RayError:
-                continue
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return answers_of(refs, phase, limit_s, self._tell)
 
     def _report(self) -> str:
         return "\n".join(

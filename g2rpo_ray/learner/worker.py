@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from g2rpo_ray.learner.checkpoint import (
 from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
 from g2rpo_ray.learner.shards import StatePart
 from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups
-from g2rpo_ray.logs import log_as, log_context
+from g2rpo_ray.logs import log_as, log_context, logged
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.lora import coverage
@@ -42,7 +43,7 @@ class Learner:
         torch.set_num_threads(config.learner.threads)
         self.config, self.rank = config, rank
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None
+        self._writing: Future[float] | None = None
         self._weight_group: WeightGroup | None = None
         self.device = role_device(config.learner.gpus_per_rank)
 
@@ -56,31 +57,26 @@ class Learner:
     def start(self, address: str, port: int, checkpoint: Path | None) -> str:
         """Join the group, load the model (or the checkpoint), and say what is trained."""
         settings = self.config.learner
-        join_process_group(self.rank, settings.ranks, address, port, settings.timeout_s)
-        policy = load_policy(self.config, self.device)
-        if settings.compile:
-            compile_blocks(policy.transformer, cache=None)
-        if checkpoint is None:
-            self.engine = LearnerEngine(policy, settings)
-        else:
-            info, state = open_checkpoint(checkpoint)
-            self.engine = LearnerEngine(policy, settings, state, info.updates)
+        with logged("start"):
+            join_process_group(self.rank, settings.ranks, address, port, settings.timeout_s)
+            policy = load_policy(self.config, self.device)
+            if settings.compile:
+                compile_blocks(policy.transformer, cache=None)
+            if checkpoint is None:
+                self.engine = LearnerEngine(policy, settings)
+            else:
+                info, state = open_checkpoint(checkpoint)
+                self.engine = LearnerEngine(policy, settings, state, info.updates)
         return coverage(policy.transformer)
 
     def update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
-        """One iteration's update on this rank's share of ``groups``, given in id order.
-
-        Raises:
-            CheckpointError: the last checkpoint could not be written.
-        """
-        if self._writing is not None and self._writing.done():
-            self.finish_save()
+        """One iteration's update on this rank's share of ``groups``, given in id order."""
         shares = assign(len(groups), self.rank, self.config.learner.ranks)
         mine: list[RolloutGroup] = ray.get([groups[index] for index, _ in shares])
         assignments = [
             Assignment(group, weight) for group, (_, weight) in zip(mine, shares, strict=True)
         ]
-        with log_context(iteration=mine[0].iteration):
+        with log_context(iteration=mine[0].iteration), logged("update"):
             report = update_on_groups(
                 self.engine,
                 assignments,
@@ -95,7 +91,8 @@ class Learner:
 
     def export_weights(self, version: int) -> tuple[WeightReceipt | None, PackedWeights | None]:
         """Receipt and trainable weights from rank 0; the others only take part."""
-        weights = self.engine.weights()
+        with logged("gather"):
+            weights = self.engine.weights()
         if self.rank > 0:
             return None, None
         return receipt(version, weights), PackedWeights.of(weights)
@@ -123,28 +120,22 @@ class Learner:
     def send_weights(self, version: int) -> list[int]:
         """Broadcast this rank's part of the weights; answers with its tensors' word sums."""
         assert self._weight_group is not None, "join_weight_group comes first"
-        self._weight_group.transfer(version, self.engine.weight_shards())
+        with logged("gather and send"):
+            self._weight_group.transfer(version, self.engine.weight_shards())
         return self.engine.weight_shard_sums()
-
-    def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
-        """Write a checkpoint; every rank calls it, and returns when its part is whole.
-
-        Rank 0 returns when the checkpoint is.
-
-        Args:
-            keep_also: iterations whose checkpoints outlive ``checkpoint.keep_last``.
-        """
-        self.begin_save(folder, info, keep_also)
-        self.finish_save()
 
     def begin_save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
         """Copy this rank's part of the state to host memory, to be written in the background.
+
+        Args:
+            keep_also: iterations whose checkpoints outlive ``checkpoint.keep_last``.
 
         Raises:
             CheckpointError: this one cannot be begun, or the one before could not be written.
         """
         self.finish_save()
-        parts = self.engine.state_parts()
+        with logged("copying the state"):
+            parts = self.engine.state_parts()
         failure: list[str | None] = [None]
         if self.rank == 0:
             try:
@@ -157,15 +148,19 @@ class Learner:
             raise CheckpointError(failure[0])
         self._writing = self._writer.submit(self._write, folder, info, parts, keep_also)
 
-    def finish_save(self) -> None:
-        """Wait until the checkpoint under way is whole.
+    def finish_save(self, wait: bool = True) -> float | None:
+        """Seconds that this rank wrote the last checkpoint; none while it still does.
+
+        Args:
+            wait: until the checkpoint is whole.
 
         Raises:
-            CheckpointError: it could not be written; those before are kept.
+            CheckpointError: it could not be written; those before are kept. Every later call and
+                every later checkpoint fails with it.
         """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if self._writing is None:
+            return 0.0
+        return self._writing.result() if wait or self._writing.done() else None
 
     def _write(
         self,
@@ -173,13 +168,19 @@ class Learner:
         info: CheckpointInfo,
         parts: list[StatePart],
         keep_also: Sequence[int],
-    ) -> None:
-        write_rank(folder, self.rank, parts)
-        parts.clear()
-        if self.rank == 0:
-            settings, keep_last = self.config.learner, self.config.checkpoint.keep_last
-            commit_checkpoint(folder, info, settings.ranks, settings.timeout_s)
-            delete_old_checkpoints(folder.parent.parent, keep_last, folder, keep_also)
+    ) -> float:
+        started_s = time.monotonic()
+        with logged(f"writing {folder.name}"):
+            try:
+                write_rank(folder, self.rank, parts)
+            finally:
+                # The shard's copy goes, also where the error would keep this frame.
+                parts.clear()
+            if self.rank == 0:
+                settings, keep_last = self.config.learner, self.config.checkpoint.keep_last
+                commit_checkpoint(folder, info, settings.ranks, settings.timeout_s)
+                delete_old_checkpoints(folder.parent.parent, keep_last, folder, keep_also)
+        return time.monotonic() - started_s
 
     def checksum(self) -> str:
         """Of the trainable weights, the same on every rank."""

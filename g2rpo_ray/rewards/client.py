@@ -14,7 +14,7 @@ from torch import Tensor
 from g2rpo_ray.config import RewardSection
 from g2rpo_ray.errors import RunError
 from g2rpo_ray.rewards.scorer import ScorerError
-from g2rpo_ray.rewards.server import ScoreAnswer, ScoreRequest
+from g2rpo_ray.rewards.server import ScoreAnswer, ScoreRequest, replicas
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 """Before a request is sent again; doubled each time."""
@@ -36,6 +36,10 @@ class RewardClient:
     @property
     def names(self) -> list[str]:
         return sorted(self.rewards)
+
+    def replicas(self) -> int:
+        """Replicas of all rewards that run now."""
+        return replicas(self.handles)
 
     def submit(
         self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]
@@ -60,6 +64,8 @@ class PendingScores:
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     """Reward name -> ``failures``, and ``latency_s`` and ``batch_fill`` where there was an answer;
     filled by ``result``."""
+    busy_s: dict[str, float] = field(default_factory=dict)
+    """Replica that answered -> time that it has worked since its start; filled by ``result``."""
 
     def result(self) -> dict[str, Tensor]:
         """Wait for all scores: reward name -> float32 ``[B]``.
@@ -92,6 +98,7 @@ class PendingScores:
                     "batch_fill": answer.batch_fill,
                     "failures": tries + losses,
                 }
+                self.busy_s[answer.replica] = answer.busy_s
                 return answer.scores
             tries, losses = (tries, losses + 1) if lost else (tries + 1, losses)
             if tries <= reward.retries:

@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from ray import serve
@@ -45,6 +45,10 @@ class ScoreAnswer:
     """Time of the scorer, of all requests that shared its passes."""
     batch_fill: float
     """Pictures in the scorer's passes, by what ``batch_size`` allows."""
+    replica: str
+    """Who answered."""
+    busy_s: float
+    """Time that the replica has worked on requests since its start, failed ones included."""
 
 
 class RewardServer:
@@ -56,6 +60,7 @@ class RewardServer:
         device = "cuda" if reward.gpus_per_replica > 0 else "cpu"
         self._name, self._reward = name, reward
         self._scorer = make_scorer(reward.kind, reward.options, device)
+        self._replica, self._busy_s = serve.get_replica_context().replica_id.unique_id, 0.0
         self.score.set_max_batch_size(reward.merge_requests)
 
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.005)
@@ -75,24 +80,27 @@ class RewardServer:
             # One bad request must not fail those it met.
             return [self._answer(request.pictures, [request.prompt]) for request in requests]
         parts = answer.scores.split(sizes)
-        return [ScoreAnswer(part, answer.seconds, answer.batch_fill) for part in parts]
+        return [replace(answer, scores=part) for part in parts]
 
     def _answer(self, pictures: Tensor, prompts: list[str]) -> ScoreAnswer | ScorerError:
         if len(prompts) == 1:
             prompts = prompts * len(pictures)
         started_s = time.perf_counter()
         size = self._reward.batch_size
+        parts = []
         try:
             check_request(pictures, prompts)
-            parts = []
             for first in range(0, len(pictures), size):
                 part, texts = pictures[first : first + size], prompts[first : first + size]
                 parts.append(check_scores(self._scorer.score(part, texts), len(part)))
-            seconds = time.perf_counter() - started_s
-            return ScoreAnswer(torch.cat(parts), seconds, len(pictures) / (len(parts) * size))
         except Exception as error:
             logger.warning("the scorer failed", exc_info=True)
             return ScorerError(f"reward {self._name!r}: {type(error).__name__}: {error}")
+        finally:
+            seconds = time.perf_counter() - started_s
+            self._busy_s += seconds
+        fill = len(pictures) / (len(parts) * size)
+        return ScoreAnswer(torch.cat(parts), seconds, fill, self._replica, self._busy_s)
 
 
 @contextmanager
@@ -134,6 +142,13 @@ def reward_servers(
             # Not serve.shutdown(): somebody else's applications may be served here, too.
             for app in names.values():
                 serve.delete(app)
+
+
+def replicas(handles: Mapping[str, DeploymentHandle]) -> int:
+    """Replicas of all rewards that run now."""
+    apps = serve.status().applications
+    deployments = [apps[h.app_name].deployments[h.deployment_name] for h in handles.values()]
+    return sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
 
 
 def _deployment(name: str, reward: RewardSection) -> serve.Application:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,8 @@ class RolloutPool:
         """Tasks that were handed out again, since the start."""
         self.busy_s = 0.0
         """Time that tasks took, summed over the workers, since the start."""
+        self.replica_busy_s: Counter[str] = Counter()
+        """Reward replica -> time that it has worked since its start, as far as is known."""
         self._tend()
 
     @property
@@ -169,6 +172,8 @@ class RolloutPool:
             return None
 
         summaries = self._run("rollout", call, fault, on_wait, groups)
+        for summary in summaries:
+            self.replica_busy_s |= summary.replica_busy_s
         return summaries, groups
 
     def evaluate(

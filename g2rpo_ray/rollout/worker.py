@@ -1,10 +1,10 @@
 """RolloutWorker: one policy and VAE on a Ray actor; draws, decodes, and has pictures scored."""
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -49,6 +49,10 @@ class PendingScores(Protocol):
     def measured(self) -> dict[str, dict[str, float]]:
         """After ``result``: reward name -> ``latency_s``, ``batch_fill``, ``failures``."""
 
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """After ``result``: reward replica -> time that it has worked since its start."""
+
     def result(self) -> dict[str, Tensor]:
         """Reward name -> float32 ``[B]``; NaN for a failed reward, if the run goes on then."""
 
@@ -89,6 +93,8 @@ class RolloutSummary:
     """What else the user should know, such as a batch that had to be halved."""
     broken_pictures: int = 0
     """Pictures whose latents are not finite."""
+    replica_busy_s: Counter[str] = field(default_factory=Counter)
+    """Reward replica -> time that it has worked since its start, as of its last answer."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +208,7 @@ class RolloutWorker:
         clock.lap("denoise_s")
         failures: list[str] = []
         measured: list[dict[str, dict[str, float]]] = []
+        replica_busy_s: Counter[str] = Counter()
         broken_pictures = 0
         while pending:
             positions, finite, sent = pending.popleft()
@@ -214,6 +221,8 @@ class RolloutWorker:
                 rewards[row][:, positions] = by_member.masked_fill(broken[:, None], torch.nan)
             failures += scores.failures
             measured.append(scores.measured)
+            # The later of two answers of a replica, whichever came first.
+            replica_busy_s |= Counter(scores.busy_s)
         clock.lap("score_s")
 
         group = RolloutGroup(
@@ -233,7 +242,7 @@ class RolloutWorker:
         )
         logger.info("drew a group", extra={"evaluations": group.evaluations, "pictures": decoded})
         summary = self._summary(group, decoded, failures, measured, broken_pictures)
-        return summary, group
+        return replace(summary, replica_busy_s=replica_busy_s), group
 
     def evaluate(
         self, prompt: Prompt, draw: HeldoutDraw | None = None, latents: Tensor | None = None

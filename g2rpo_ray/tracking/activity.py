@@ -3,17 +3,15 @@
 import time
 
 from g2rpo_ray.evaluation.heldout import HeldoutEvaluation
-from g2rpo_ray.learner.group import LearnerGroup
-from g2rpo_ray.rollout.pool import RolloutPool
+from g2rpo_ray.launch import Roles
 
 
 class Activity:
-    """Reads the counters of pool, learner and evaluation once an iteration."""
+    """Reads the counters of the roles and of the evaluation once an iteration."""
 
-    def __init__(
-        self, pool: RolloutPool, learner: LearnerGroup, heldout: HeldoutEvaluation
-    ) -> None:
-        self._pool, self._learner, self._heldout = pool, learner, heldout
+    def __init__(self, roles: Roles, heldout: HeldoutEvaluation) -> None:
+        self._pool, self._learner, self._rewards = roles.pool, roles.learner, roles.rewards
+        self._heldout = heldout
         self._last = self._counters()
 
     def lap(self) -> dict[str, float]:
@@ -28,8 +26,10 @@ class Activity:
             "rollout/repeated": change["repeated"],
             "learner/rebuilds": change["rebuilds"],
             "evaluation/missed": change["missed"],
+            "checkpoint/write_s": change["written_s"],
             "idle/rollout": _idle(change["rollout_s"], change["wall_s"] * workers),
             "idle/learner": _idle(change["learner_s"], change["wall_s"]),
+            "idle/rewards": _idle(change["rewards_s"], change["wall_s"] * self._rewards.replicas()),
         }
 
     def _counters(self) -> dict[str, float]:
@@ -37,10 +37,12 @@ class Activity:
             "wall_s": time.monotonic(),
             "rollout_s": self._pool.busy_s,
             "learner_s": self._learner.busy_s,
+            "rewards_s": self._pool.replica_busy_s.total(),
             "replaced": self._pool.replacements,
             "repeated": self._pool.repeats,
             "rebuilds": self._learner.rebuilds,
             "missed": self._heldout.missed,
+            "written_s": self._learner.written_s,
         }
 
 

@@ -107,7 +107,8 @@ ROWS: dict[str, list[Panel]] = {
         Panel("FLOP utilisation of a rollout worker", "percentunit",
               [(f'{of("rollout/tflop_per_s")} / $peak_tflops', "{{run}}")]),
         Panel("Part of the time that a role is idle", "percentunit",
-              [(of("idle/rollout"), "{{run}} rollout"), (of("idle/learner"), "{{run}} learner")]),
+              [(of(f"idle/{role}"), f"{{{{run}}}} {role}")
+               for role in ("rollout", "learner", "rewards")]),
         Panel("Seconds of one prompt: median and slowest tenth", "s",
               [(share("rollout/prompt_s").format(0.5), "median"),
                (share("rollout/prompt_s").format(0.9), "slowest tenth from")]),

@@ -120,8 +120,9 @@ METRICS: dict[str, Metric] = {
         "stands in the first line.",
     ),
     "time/checkpoint_s": Metric(
-        "s", "Driver waited for the checkpoint, its check included. It is written after its "
-        "iteration was recorded, so its time stands in the next line.",
+        "s", "Driver waited for the learner to copy its state for a checkpoint or snapshot, and "
+        "for the one before to be whole. That is after the iteration was recorded, so its time "
+        "stands in the next line.",
     ),
     "time/iteration_s": Metric("s", "Whole iteration, everything above included."),
     "rollout/denoise_s": Metric("s", "Spent in the transformer, summed over the workers."),
@@ -156,8 +157,16 @@ METRICS: dict[str, Metric] = {
         "before was still under way; the driver said which and why. They have no numbers.",
         kind="counter",
     ),
+    "checkpoint/write_s": Metric(
+        "s", "The slowest learner rank wrote, flushed and checked checkpoints or snapshots in the "
+        "background; those found whole in the iteration.",
+    ),
     "idle/rollout": Metric("share", "Part of the iteration that workers spent without a prompt."),
     "idle/learner": Metric("share", "Part of the iteration that the learner made no update in."),
+    "idle/rewards": Metric(
+        "share", "Part of the iteration that the reward replicas worked on no request, all rewards "
+        "together; by the replicas' own clocks, as of their last answers to training prompts.",
+    ),
     "sync/bytes": Metric("B", "Size of the weights that one receiver got."),
     "sync/tensors": Metric("count", "Tensors that every receiver bound, verified by checksum."),
     "memory/pss_gib": Metric(
@@ -177,7 +186,7 @@ LIVE: dict[str, Metric] = {
     "run/started_unix_s": Metric("s", "When this life of the run began to train, Unix time."),
     "run/recorded_unix_s": Metric("s", "When the last iteration was recorded, Unix time."),
     "run/checkpoint_unix_s": Metric(
-        "s", "When the last checkpoint of this life was verified, Unix time."
+        "s", "When a checkpoint or snapshot of this life was last found whole, Unix time."
     ),
     "run/clip": Metric("1", "The setting learner.clip, to compare ratios with."),
     "run/not_finite": Metric(

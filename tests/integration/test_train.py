@@ -42,8 +42,8 @@ def start() -> Iterator[Start]:
     """Starts commands, and ends what is left of them."""
     commands: list[Command] = []
 
-    def start_command(config: Config, *options: str) -> Command:
-        commands.append(train(config, *options))
+    def start_command(config: Config, *options: str, **variables: str) -> Command:
+        commands.append(train(config, *options, **variables))
         return commands[-1]
 
     yield start_command

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from g2rpo_ray.learner import checkpoint
 from g2rpo_ray.learner.checkpoint import (
     OPTIMIZER_FILE,
+    SNAPSHOTS,
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
@@ -205,7 +207,7 @@ def test_what_the_disk_garbles_overwrites_nothing(
         patch.setattr(checkpoint, "equals_file", lambda *_: False)
         with pytest.raises(CheckpointError) as caught:
             write(tmp_path, 5, value=2.0)
-    assert f"{folder}: what was read back of trainable-00000.safetensors differs" in str(
+    assert f"{folder}: checkpoint not written: learner rank 0: what was read back of" in str(
         caught.value
     )
     assert is_whole(folder, 1.0)
@@ -315,6 +317,65 @@ def test_a_rank_that_never_writes_is_named_and_nothing_is_left(tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"learner ranks \[1\] wrote no part"):
         commit_checkpoint(folder, info_of(2), 2, timeout_s=0)
     assert list(good.parent.iterdir()) == [good]
+
+
+def test_what_a_rank_could_not_write_is_told_for_it_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = write(tmp_path, 1)
+    folder = checkpoint_folder(tmp_path, 2)
+    prepare_checkpoint(folder)
+    first, second = parts_of(1.0, 2)
+    write_rank(folder, 0, first)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_flush", fail)
+        write_rank(folder, 1, second)
+    with pytest.raises(CheckpointError) as caught:
+        commit_checkpoint(folder, info_of(2), 2, timeout_s=0)
+    message = str(caught.value)
+    assert f"{folder}: checkpoint not written: learner rank 1: " in message
+    assert f"{WEIGHTS_FILE.format(1)}: " in message
+    assert "No space left on device" in message
+    assert list(good.parent.iterdir()) == [good]
+
+
+def test_a_checkpoint_counts_as_that_state_only_if_it_is(tmp_path: Path) -> None:
+    folder = write(tmp_path, 1)
+    assert checkpoint.is_checkpoint_of(folder, info_of(1))
+    # Of the same iteration, but of a history that a resume gave up.
+    assert not checkpoint.is_checkpoint_of(folder, replace(info_of(1), train_s=12.6))
+    assert not checkpoint.is_checkpoint_of(checkpoint_folder(tmp_path, 2), info_of(2))
+
+
+@pytest.mark.parametrize("killed_at", ["rename", "rmtree"])
+def test_a_deletion_that_was_killed_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: str
+) -> None:
+    old, new = write(tmp_path, 1), write(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        owner = Path if killed_at == "rename" else shutil
+        patch.setattr(owner, killed_at, killed)
+        with pytest.raises(KeyboardInterrupt):
+            delete_old_checkpoints(tmp_path, keep_last=1, newest=new)
+    for folder in list_checkpoints(tmp_path):
+        open_checkpoint(folder)
+    newest = write(tmp_path, 3)
+    delete_old_checkpoints(tmp_path, keep_last=1, newest=newest)
+    assert list(old.parent.iterdir()) == [newest]
+
+
+def killed(*_: object, **__: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def test_snapshots_go_when_a_checkpoint_is_there(tmp_path: Path) -> None:
+    snapshot = write(tmp_path / SNAPSHOTS, 3)
+    delete_old_checkpoints(tmp_path / SNAPSHOTS, keep_last=1, newest=snapshot)
+    assert list_checkpoints(tmp_path / SNAPSHOTS) == [snapshot]
+    newest = write(tmp_path, 4)
+    delete_old_checkpoints(tmp_path, keep_last=1, newest=newest)
+    assert not (tmp_path / SNAPSHOTS).exists()
+    assert list_checkpoints(tmp_path) == [newest]
 
 
 def test_a_rank_that_does_not_see_the_folder_is_told_why(tmp_path: Path) -> None:

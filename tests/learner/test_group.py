@@ -1,6 +1,9 @@
 """LearnerGroup: what its ranks cannot do is said in the learner's own words."""
 
-from collections.abc import Iterator
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -8,15 +11,26 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from g2rpo_ray.learner import answers, checkpoint
 from g2rpo_ray.learner.checkpoint import (
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
+    checkpoint_folder,
+    list_checkpoints,
+    open_checkpoint,
+    read_info,
     write_checkpoint,
 )
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.group import LearnerGroup
-from tests.tiny import CAPTIONS, draw_groups, encode, tiny_config
+from g2rpo_ray.learner.shards import StatePart
+from g2rpo_ray.learner.worker import Learner
+from tests.tiny import CAPTIONS, draw_groups, encode, equal_weights, tiny_config
+
+
+def info_of(iteration: int) -> CheckpointInfo:
+    return CheckpointInfo(iteration, iteration, iteration, 0, 0.0, "full", 0)
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +44,13 @@ def placement(ray_cluster: None) -> Iterator[PlacementGroup]:  # noqa: ARG001
 def test_a_damaged_checkpoint_is_named_and_ends_the_start(
     placement: PlacementGroup, tmp_path: Path
 ) -> None:
-    checkpoint = tmp_path / "iteration_000001"
+    damaged = tmp_path / "iteration_000001"
     state = {"weight.a": torch.ones(2), "exp_avg.a": torch.ones(2), "exp_avg_sq.a": torch.ones(2)}
-    write_checkpoint(checkpoint, CheckpointInfo(1, 1, 1, 1, 1.0, "full", 0), state)
-    file = checkpoint / WEIGHTS_FILE.format(0)
+    write_checkpoint(damaged, CheckpointInfo(1, 1, 1, 1, 1.0, "full", 0), state)
+    file = damaged / WEIGHTS_FILE.format(0)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError) as caught:
-        LearnerGroup(tiny_config(tmp_path / "run", "learner.ranks=1"), placement, checkpoint)
+        LearnerGroup(tiny_config(tmp_path / "run", "learner.ranks=1"), placement, damaged)
     assert f"{file}: damaged" in str(caught.value)
 
 
@@ -84,12 +98,110 @@ def test_a_lost_rank_leaves_the_weights_as_they_would_have_been(
     # From the base model, with the first update made again.
     ray.kill(group.ranks[0])
     group.update(groups)
-    group.snapshot(tmp_path / "iteration_000002", CheckpointInfo(2, 2, 2, 0, 0.0, "full", 0))
+    group.save(checkpoint_folder(tmp_path, 2), info_of(2))
     third = group.update(groups)
-    # From the snapshot, with only the third made again.
+    group.finish_save()
+    # From the checkpoint, with only the third made again.
     ray.kill(group.ranks[0])
     assert group.checksum() == expected
     assert (group.rebuilds, group.version, len(group._updates)) == (2, 3, 1)
     assert first.grad_norms != third.grad_norms
     assert all("rebuilding the learner" in line for line in told)
     group.close()
+
+
+def test_a_checkpoint_is_of_the_weights_of_then_whatever_comes_while_it_is_written(
+    placement: PlacementGroup, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", "learner.ranks=1")
+    groups = [ray.put(group) for group in draw_groups(config, encode(config, CAPTIONS[:2]))]
+    quiet, disturbed = (checkpoint_folder(tmp_path / name, 1) for name in ("quiet", "disturbed"))
+
+    group = LearnerGroup(config, placement, None)
+    group.update(groups)
+    group.save(quiet, info_of(1))
+    group.finish_save()
+    assert group.saved_unix_s is not None
+    assert group.written_s > 0
+    group.close()
+
+    group = LearnerGroup(config, placement, None)
+    group.update(groups)
+    ray.get(group.ranks[0].__ray_call__.remote(_write_slowly))
+    group.save(disturbed, info_of(1))
+    # The ranks write a copy: this update does not wait, and changes nothing of what is written.
+    group.update(groups)
+    assert (group.saved_unix_s, list_checkpoints(disturbed.parent.parent)) == (None, [])
+    ray.kill(group.ranks[0])
+    group.finish_save()
+    assert (group.rebuilds, group.version, len(group._updates)) == (1, 2, 1)
+    assert list(disturbed.parent.iterdir()) == [disturbed]
+    assert read_info(disturbed) == info_of(1)
+    states = [dict(open_checkpoint(folder)[1]) for folder in (quiet, disturbed)]
+    assert equal_weights(*states)
+    group.close()
+
+
+def _write_slowly(_rank: Learner) -> None:
+    """Runs inside a rank."""
+    write = checkpoint.write_parts
+
+    def write_slowly(path: Path, parts: Sequence[StatePart]) -> None:
+        write(path, parts)
+        time.sleep(60)
+
+    checkpoint.write_parts = write_slowly
+
+
+def test_a_disk_that_is_full_is_named_by_the_next_call_and_the_last_good_one_stays(
+    placement: PlacementGroup, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", "learner.ranks=1")
+    groups = [ray.put(group) for group in draw_groups(config, encode(config, CAPTIONS[:1]))]
+    group = LearnerGroup(config, placement, None)
+    good, bad = (checkpoint_folder(tmp_path, iteration) for iteration in (1, 2))
+    group.save(good, info_of(1))
+    group.finish_save()
+    ray.get(group.ranks[0].__ray_call__.remote(_limit_files))
+    group.save(bad, info_of(2))
+    ray.get(group.ranks[0].__ray_call__.remote(_await_writer))
+    with pytest.raises(CheckpointError) as caught:
+        group.update(groups)
+    message = str(caught.value)
+    assert f"{bad}: checkpoint not written: learner rank 0" in message
+    assert f"{WEIGHTS_FILE.format(0)}: " in message
+    assert "File too large" in message
+    with pytest.raises(CheckpointError, match="File too large"):
+        group.finish_save()
+    assert list(good.parent.iterdir()) == [good]
+    open_checkpoint(good)
+    group.close()
+
+
+def _await_writer(rank: Learner) -> None:
+    """Runs inside a rank."""
+    assert rank._writing is not None
+    wait([rank._writing])
+
+
+def _limit_files(_rank: Learner) -> None:
+    """Runs inside a rank: no file may grow beyond 64 KiB, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+
+
+def test_a_long_phase_says_who_is_waited_for(
+    ray_cluster: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @ray.remote(num_cpus=0)
+    def answer_after(seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    monkeypatch.setattr(answers, "HEARTBEAT_S", 1.0)
+    told: list[str] = []
+    calls = [answer_after.remote(0.0), answer_after.remote(5.0)]
+    ray.get(calls[0])
+    assert answers.answers_of(calls, "update", 60.0, told.append) == [0.0, 5.0]
+    assert 1 < len(told) < 7
+    assert told[0] == "learner: 'update' for 1 s, of 60 s at most; waiting for rank 1"

@@ -72,6 +72,10 @@ class Ranks:
     def call(self, method: str, *arguments: object) -> list[Any]:
         return ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=120)
 
+    def save(self, folder: Path, info: CheckpointInfo) -> None:
+        self.call("begin_save", folder, info)
+        self.call("finish_save")
+
     def start(self, *overrides: str, checkpoint: Path | None = None) -> None:
         self.call("restart", list(overrides), *self.meeting, checkpoint)
 
@@ -214,7 +218,7 @@ def test_a_checkpoint_continues_to_the_bit_and_on_another_number_of_ranks(
     checkpoint = tmp_path / "run" / "checkpoints" / "iteration_000001"
     at_save, reports = start_and_update(ranks[count], mode, groups[:2], *overrides[1:])
     updates = len(reports[0].grad_norms)
-    ranks[count].call("save", checkpoint, CheckpointInfo(1, 1, updates, 1, 1.0, mode, 0))
+    ranks[count].save(checkpoint, CheckpointInfo(1, 1, updates, 1, 1.0, mode, 0))
     ranks[count].update(groups[2:])
     uninterrupted = ranks[count].state()
 
@@ -245,7 +249,7 @@ def test_the_moving_average_follows_the_weights_and_survives_a_resume(
     if updates == 2:
         expected = 0.75 * (0.75 * weights[0] + 0.25 * weights[1]) + 0.25 * weights[2]
         torch.testing.assert_close(part(ranks[2].state(), "ema."), expected, rtol=0, atol=1e-6)
-    ranks[2].call("save", checkpoint, CheckpointInfo(2, 2, updates, 1, 1.0, mode, 0))
+    ranks[2].save(checkpoint, CheckpointInfo(2, 2, updates, 1, 1.0, mode, 0))
     ranks[2].update(groups[2:])
     uninterrupted = ranks[2].state()
     ranks[2].start(*overrides, checkpoint=checkpoint)
@@ -290,7 +294,7 @@ def test_offloading_the_optimizer_changes_only_rounding(
 def test_a_checkpoint_of_other_weights_is_refused(ranks: dict[int, Ranks], tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "iteration_000001"
     ranks[1].start(*MODES["lora"])
-    ranks[1].call("save", checkpoint, CheckpointInfo(1, 1, 1, 1, 1.0, "lora", 0))
+    ranks[1].save(checkpoint, CheckpointInfo(1, 1, 1, 1, 1.0, "lora", 0))
     with pytest.raises(WeightMismatchError, match=r"belongs to another model\.path"):
         ranks[1].start("model.lora.rank=8", checkpoint=checkpoint)
     with pytest.raises(WeightMismatchError, match=r"belongs to another model\.path"):
@@ -317,7 +321,7 @@ def test_bfloat16_continues_from_its_float32_weights(
     checkpoint = tmp_path / "run" / "checkpoints" / "iteration_000001"
     ranks[1].start(*overrides)
     ranks[1].update(groups)
-    ranks[1].call("save", checkpoint, CheckpointInfo(1, 1, 1, 1, 1.0, "full", 0))
+    ranks[1].save(checkpoint, CheckpointInfo(1, 1, 1, 1, 1.0, "full", 0))
     ranks[1].update(groups)
     uninterrupted = ranks[1].state()
     assert not equal_weights(

@@ -35,6 +35,9 @@ class ObedientScorer(RewardScorer):
         wishes = {prompt.partition(" ")[0] for prompt in prompts}
         if "raise" in wishes:
             raise ZeroDivisionError("the scorer's own bug")
+        if "late" in wishes:
+            time.sleep(0.2)
+            raise TimeoutError("after a while")
         if "once" in wishes and self._calls_of("once") == 1:
             raise ConnectionError("only the first time")
         if "hang" in wishes:

@@ -150,6 +150,21 @@ def test_what_a_request_took_is_measured(servers: Servers) -> None:
     assert 0 < measured["latency_s"] < 60
 
 
+def test_a_replica_says_how_long_it_has_worked_failed_requests_included(servers: Servers) -> None:
+    def busy_s(prompt: str) -> dict[str, float]:
+        pending = servers.client.submit(7, prompt, PICTURES, ["single"])
+        pending.result()
+        return pending.busy_s
+
+    (replica, first_s), *others = busy_s("good at first").items()
+    assert others == []
+    with pytest.raises(InvalidRewardError):
+        # Every try takes 0.2 s, and no answer tells of it.
+        servers.score("late")
+    assert busy_s("good at last")[replica] - first_s > 0.2 * (RETRIES + 1)
+    assert servers.client.replicas() == len(servers.logs)
+
+
 @pytest.mark.parametrize(
     ("pictures", "cause"),
     [
