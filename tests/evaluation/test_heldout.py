@@ -8,6 +8,7 @@ import json
 import math
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import closing
@@ -53,6 +54,7 @@ class FakePool:
     busy_s: float = 0.0
     replacements: int = 0
     repeats: int = 0
+    replica_busy_s: Counter[str] = field(default_factory=Counter)
     may_end: threading.Event = field(default_factory=threading.Event)
     """Set: an evaluation ends at once."""
 
@@ -71,16 +73,27 @@ class FakePool:
 
 
 class FakeLearner:
-    """Writes checkpoints of two numbers."""
+    """Writes checkpoints of two numbers, as late as it may."""
 
     busy_s = 0.0
     rebuilds = 0
+    written_s = 0.0
+    saved_unix_s = None
+
+    def __init__(self) -> None:
+        self.write: Callable[[], None] = lambda: None
 
     def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int]) -> None:
-        write_checkpoint(folder, info, {"weight.a": torch.ones(2), "exp_avg.a": torch.ones(2)})
-        delete_old_checkpoints(folder.parent.parent, 1, folder, keep_also)
+        def write() -> None:
+            write_checkpoint(folder, info, {"weight.a": torch.ones(2), "exp_avg.a": torch.ones(2)})
+            delete_old_checkpoints(folder.parent.parent, 1, folder, keep_also)
 
-    def snapshot(self, *_: object) -> None: ...
+        self.finish_save()
+        self.write = write
+
+    def finish_save(self) -> None:
+        self.write()
+        self.write = lambda: None
 
     def checksum(self) -> str:
         return "0"
@@ -170,6 +183,7 @@ class Run:
             weights_of_now=weights_of_now,
             encoder=SimpleNamespace(encode=SimpleNamespace(remote=lambda *_: None)),
             learner=FakeLearner(),
+            rewards=SimpleNamespace(replicas=lambda: 1),
         )
         progress: Any = MagicMock(note=trained.told.append)
         memory: Any = SimpleNamespace(pss_gib=0.0, peak_rss_gib=0.0)
@@ -210,6 +224,7 @@ def test_a_checkpoint_under_evaluation_is_kept_until_it_is_judged(tmp_path: Path
     there: dict[int, list[int]] = {}
 
     def meanwhile(loop: Loop) -> None:
+        loop.finish_save()
         there[loop.state.iteration] = [iteration_of(p) for p in list_checkpoints(loop.run_folder)]
         if loop.state.iteration == 1:
             loop.settle()
