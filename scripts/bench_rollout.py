@@ -80,6 +80,11 @@ VARIANTS = {
     "fp8": ["rollout.fp8=true"],
     "thin": ["rollout.thin_completions=true"],
     "fp8+thin": ["rollout.fp8=true", "rollout.thin_completions=true"],
+    "early-fp8+thin": [
+        "rollout.fp8=true",
+        "rollout.fp8_above_sigma=0.5",
+        "rollout.thin_completions=true",
+    ],
 }
 MATRIX_SIDE = {True: 1024, False: 8192}
 GIB = 2**30

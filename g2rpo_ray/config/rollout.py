@@ -45,6 +45,9 @@ class RolloutSection(Section):
     fp8: bool = False
     """Completions compute their matrix products from 8-bit numbers: docs/performance.md has the
     price. The anchor, whose velocities are trained on, never does."""
+    fp8_above_sigma: float = Field(0.0, ge=0, lt=1)
+    """Noise level above which completions use ``fp8``; up to it, where rounding shows in the
+    picture most, they are exact."""
     thin_completions: bool = False
     """Completions of granularity 1 evaluate the network at every other step only, and step by a
     multistep method of second order: docs/performance.md has the price."""

@@ -91,7 +91,7 @@ class RolloutEngine:
     def sampler(self, steps: int) -> Sampler:
         """A sampler on the configured schedule of ``steps``."""
         sigmas = schedule_of(self.config.sampling, steps, self.policy.shape)
-        return Sampler(self.exact, sigmas, self.estimate)
+        return Sampler(self.exact, sigmas, self.estimate, self.config.rollout.fp8_above_sigma)
 
     def weights_changed(self) -> None:
         """To be called when the policy's weights are others than before."""

@@ -73,15 +73,22 @@ class _Pending:
 class Sampler:
     """Draws with one policy on one schedule, a prompt at a time."""
 
-    def __init__(self, exact: Evaluator, sigmas: Tensor, estimate: Evaluator | None = None) -> None:
+    def __init__(
+        self,
+        exact: Evaluator,
+        sigmas: Tensor,
+        estimate: Evaluator | None = None,
+        estimate_above: float = 0.0,
+    ) -> None:
         """
         Args:
             exact: of what is trained on, and of pictures that are shown.
             sigmas: ``[T + 1]``.
             estimate: of completions, which estimate a reward; none is ``exact``.
+            estimate_above: noise level above which they use it, and ``exact`` up to it.
         """
         self.exact, self.estimate = exact, estimate or exact
-        self.sigmas = sigmas
+        self.sigmas, self._estimate_above = sigmas, estimate_above
 
     @property
     def steps(self) -> int:
@@ -176,22 +183,22 @@ class Sampler:
             channels])``, each step once, as soon as it is complete.
         """
         members = branches.shape[1]
-        queue: list[_Pending] = []
+        # A batch is of one evaluator.
+        queues: dict[Evaluator, list[_Pending]] = {self.exact: [], self.estimate: []}
         for position, k in enumerate(step_indices):
             root = branch_plan(self.steps, k, granularities, thin)
             for member in range(members):
-                self._push(queue, root, position, member, branches[position, member])
+                self._push(queues, root, position, member, branches[position, member])
         results = branches.new_empty(len(step_indices), len(granularities), *branches.shape[1:])
         missing = [len(granularities) * members] * len(step_indices)
 
-        while queue:
-            batch_size = min(self.estimate.batch_size, len(queue))
-            batch = [heapq.heappop(queue) for _ in range(batch_size)]
+        while any(queues.values()):
+            evaluate = _next_queue(queues)
+            batch_size = min(evaluate.batch_size, len(queues[evaluate]))
+            batch = [heapq.heappop(queues[evaluate]) for _ in range(batch_size)]
             x = torch.stack([item.x for item in batch])
             indices = [item.node.index for item in batch]
-            for item, v in zip(
-                batch, self._velocity(self.estimate, x, indices, embeds), strict=True
-            ):
+            for item, v in zip(batch, self._velocity(evaluate, x, indices, embeds), strict=True):
                 sigma = float(self.sigmas[item.node.index])
                 x0 = predict_x0(item.x, v, sigma)
                 for granularity in item.node.completes:
@@ -203,14 +210,14 @@ class Sampler:
                         x_next = dpm_solver_step(item.x, x0, sigma, sigma_next, item.previous)
                     else:
                         x_next = euler_step(item.x, v, sigma, sigma_next)
-                    self._push(queue, child, item.position, item.member, x_next, (x0, sigma))
+                    self._push(queues, child, item.position, item.member, x_next, (x0, sigma))
             for position in sorted({item.position for item in batch}):
                 if missing[position] == 0:
                     yield position, results[position]
 
     def _push(
         self,
-        queue: list[_Pending],
+        queues: dict[Evaluator, list[_Pending]],
         node: PlanNode,
         position: int,
         member: int,
@@ -219,9 +226,19 @@ class Sampler:
     ) -> None:
         # Within a step the longest remaining path goes first, so that it ends with full batches.
         priority = (position, -node.depth, member, node.index)
+        noisy = float(self.sigmas[node.index]) > self._estimate_above
+        queue = queues[self.estimate if noisy else self.exact]
         heapq.heappush(queue, _Pending(priority, node, position, member, x, previous))
 
     def _velocity(
         self, evaluate: Evaluator, x: Tensor, indices: list[int], embeds: PromptEmbeds
     ) -> Tensor:
         return evaluate(x, self.sigmas[indices].to(x.device, torch.float32), embeds)
+
+
+def _next_queue(queues: Mapping[Evaluator, list[_Pending]]) -> Evaluator:
+    """The one with the first evaluation of those that fill a batch, or else the longest."""
+    full = [evaluate for evaluate, queue in queues.items() if len(queue) >= evaluate.batch_size]
+    if full:
+        return min(full, key=lambda evaluate: queues[evaluate][0])
+    return max(queues, key=lambda evaluate: len(queues[evaluate]))

@@ -175,6 +175,22 @@ def test_completions_alone_use_float8(tmp_path: Path) -> None:
     torch.testing.assert_close(group.rewards, exact.rewards, rtol=0, atol=0.05)
 
 
+def test_float8_ends_at_a_noise_level(tmp_path: Path) -> None:
+    def rewards(*overrides: str) -> tuple[Tensor, int]:
+        config = tiny_config(tmp_path, *overrides)
+        summary, group = RolloutWorker(config, REDNESS).rollout(encode(config)[0], 0, 0)
+        return group.rewards, summary.evaluations
+
+    exact, evaluations = rewards()
+    everywhere, _ = rewards("rollout.fp8=true")
+    early, early_evaluations = rewards("rollout.fp8=true", "rollout.fp8_above_sigma=0.6")
+    never, _ = rewards("rollout.fp8=true", "rollout.fp8_above_sigma=0.999")
+    assert torch.equal(never, exact)
+    assert not torch.equal(early, exact)
+    assert (early - exact).abs().mean() < (everywhere - exact).abs().mean()
+    assert early_evaluations == evaluations
+
+
 def test_new_weights_reach_the_float8_twin(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "rollout.fp8=true")
     prompt = encode(config)[0]
