@@ -193,8 +193,7 @@ def read_weights(folder: Path, average: bool = False) -> dict[str, Tensor]:
         CheckpointError: as ``open_checkpoint``, or the run kept no average.
     """
     _, files = _read_description(folder)
-    first = WEIGHTS_FILE.partition("{")[0]
-    reader = _open_files(folder, {n: sha for n, sha in files.items() if n.startswith(first)})
+    reader = _open_files(folder, _weights_files(files))
     prefix = AVERAGE_PREFIX if average else WEIGHT_PREFIX
     weights = {key.removeprefix(prefix): reader[key] for key in reader if key.startswith(prefix)}
     if not weights:
@@ -203,8 +202,9 @@ def read_weights(folder: Path, average: bool = False) -> dict[str, Tensor]:
 
 
 def weights_checksum(folder: Path) -> str:
-    """SHA-256 of a checkpoint's weights file, as its description has it."""
-    return _read_description(folder)[1][WEIGHTS_FILE]
+    """SHA-256 of the SHA-256s of a checkpoint's weights files, which its description has."""
+    files = _weights_files(_read_description(folder)[1])
+    return hashlib.sha256("".join(files[name] for name in sorted(files)).encode()).hexdigest()
 
 
 def read_info(folder: Path) -> CheckpointInfo:
@@ -272,6 +272,12 @@ def _check_file(path: Path, expected_sha256: str) -> None:
             f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
             "with --resume PATH"
         )
+
+
+def _weights_files(files: Mapping[str, str]) -> dict[str, str]:
+    """The SHA-256s of the files with weights, by name."""
+    first = WEIGHTS_FILE.partition("{")[0]
+    return {name: sha256 for name, sha256 in files.items() if name.startswith(first)}
 
 
 def _open_files(folder: Path, files: Mapping[str, str]) -> StateReader:

@@ -29,6 +29,7 @@ from g2rpo_ray.learner.checkpoint import (
     prepare_checkpoint,
     read_info,
     read_weights,
+    weights_checksum,
     write_checkpoint,
     write_rank,
 )
@@ -389,6 +390,15 @@ def test_the_average_is_read_instead_of_the_weights(tmp_path: Path) -> None:
     assert read_weights(folder, average=True)["a.b"].unique().tolist() == [0.5]
     with pytest.raises(CheckpointError, match=r"learner\.ema_decay was not set"):
         read_weights(write(tmp_path, 2), average=True)
+
+
+def test_the_checksum_is_of_the_weights_alone(tmp_path: Path) -> None:
+    folders = [checkpoint_folder(tmp_path, n) for n in (1, 2, 3)]
+    states = (state_of(1.0), state_of(1.0) | {"exp_avg.a.b": torch.zeros(64, 32)}, state_of(2.0))
+    for number, (folder, state) in enumerate(zip(folders, states, strict=True), start=1):
+        write_checkpoint(folder, info_of(number), state)
+    same, also, other = map(weights_checksum, folders)
+    assert same == also != other
 
 
 def test_chosen_iterations_outlive_the_last_ones_in_their_own_history(tmp_path: Path) -> None:
