@@ -87,14 +87,20 @@ class ImageRewardScorer(RewardScorer):
             list(prompts), padding="max_length", truncation=True, max_length=MAX_TOKENS,
             return_tensors="pt",
         ).to(self._device)  # fmt: skip
-        read = self._model["text"](
-            tokens.input_ids,
-            attention_mask=tokens.attention_mask,
-            encoder_hidden_states=seen,
-            encoder_attention_mask=torch.ones(seen.shape[:2], device=self._device),
-        ).last_hidden_state
-        scores = self._model["head"](read[:, 0].float()).squeeze(-1)
+        scores = rate(self._model, seen, tokens.input_ids, tokens.attention_mask)
         return ((scores - MEAN) / STD).cpu()
+
+
+def rate(model: nn.ModuleDict, seen: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Scores ``[B]``, before they are centred and scaled, of what ``vision`` has seen and texts."""
+    read = model["text"](
+        token_ids,
+        attention_mask=attention_mask,
+        encoder_hidden_states=seen,
+        encoder_attention_mask=torch.ones(seen.shape[:2], device=seen.device),
+    ).last_hidden_state
+    scores: Tensor = model["head"](read[:, 0].float()).squeeze(-1)
+    return scores
 
 
 def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:

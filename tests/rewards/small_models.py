@@ -1,17 +1,13 @@
 """Small models in the real file formats, made by a test."""
 
 import itertools
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CLIPConfig, CLIPModel
 
-from g2rpo_ray.config import resolve_path
-
-MEAN, STD = [0.48, 0.46, 0.41], [0.27, 0.26, 0.28]
+from g2rpo_ray.tiny_world.training.scorers import write_pickscore
 
 
 def pickscore_options(folder: Path) -> dict[str, Any]:
@@ -27,16 +23,7 @@ def pickscore_options(folder: Path) -> dict[str, Any]:
         vision_config=tower | {"hidden_size": 64, "image_size": 32, "patch_size": 8},
         projection_dim=32,
     )  # fmt: skip
-    CLIPModel(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(resolve_path(f"tiny_world:clip/{name}"), folder / name)
-    preprocess = {
-        "size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32},
-        "image_mean": MEAN, "image_std": STD, "resample": 3, "do_resize": True,
-        "do_center_crop": True, "do_normalize": True, "do_rescale": True,
-        "image_processor_type": "CLIPImageProcessor", "rescale_factor": 1 / 255,
-    }  # fmt: skip
-    (folder / "preprocessor_config.json").write_text(json.dumps(preprocess))
+    write_pickscore(folder, CLIPModel(config))
     return {"path": str(folder)}
 
 
