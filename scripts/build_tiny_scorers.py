@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of all training (0)")
-    parser.add_argument("--steps", type=int, default=3000, help="of ImageReward's training (3000)")
+    parser.add_argument("--steps", type=int, default=2000, help="of ImageReward's training (2000)")
     options = parser.parse_args(arguments)
     out: Path = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
