@@ -187,9 +187,10 @@ class Crew:
         found = ", ".join(f"{count} {stage}" for stage, count in sorted(stages.items()))
         return (
             f"{wanted} {self._role}s are wanted, within cluster.start_timeout_s = "
-            f"{self._start_timeout_s:g} s; there are: {found or 'none'} (placing = no node "
-            f"has room for CPU {settings.cpus_per_worker:g}, GPU {settings.gpus_per_worker:g}). "
-            f"Free by node: {_free_by_node()}. Avoided nodes: {self._avoided() or 'none'}"
+            f"{self._start_timeout_s:g} s; there are: {found or 'none'} (placing = waiting for "
+            f"CPU {settings.cpus_per_worker:g}, GPU {settings.gpus_per_worker:g} on one node, or "
+            f"for a process to start there). Free by node: {_free_by_node()}. "
+            f"Avoided nodes: {self._avoided() or 'none'}"
         )
 
     def handle(self, event: Event) -> Member | None:
