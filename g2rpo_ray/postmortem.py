@@ -49,6 +49,9 @@ def first_line(error: BaseException) -> str:
     """What an error of Ray's says, without its stack of details."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith("The actor is dead because")]
+    if lines and "raised in its creation task" in lines[0]:
+        # A traceback follows, which ends with the error itself.
+        causes = lines[-1:]
     return (causes or lines or [type(error).__name__])[0][:300]
 
 
