@@ -8,7 +8,16 @@ import pytest
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoint import list_checkpoints, open_checkpoint
 from g2rpo_ray.tracking.metrics import read_metrics
-from tests.integration.test_train import Start, checksum, config_of, pictures, results, start
+from tests.integration.command import ROOT, wait_until
+from tests.integration.test_train import (
+    Start,
+    checksum,
+    config_of,
+    pictures,
+    results,
+    start,
+    trained_iterations,
+)
 from tests.tiny import equal_weights
 
 __all__ = ["start"]
@@ -36,11 +45,11 @@ SETTINGS = [
 ]
 
 
-def config_in(folder: Path) -> Config:
+def config_in(folder: Path, *overrides: str) -> Config:
     prompts = folder.parent / "prompts.txt"
     colours = ("red", "blue", "green", "yellow", "purple")
     prompts.write_text("\n".join(f"a {c} circle left of a red square" for c in colours))
-    return config_of(folder, f"prompts.train={prompts}", *SETTINGS)
+    return config_of(folder, f"prompts.train={prompts}", *SETTINGS, *overrides)
 
 
 def test_a_resume_across_epochs_windows_and_updates_changes_no_bit(
@@ -65,3 +74,57 @@ def test_a_resume_across_epochs_windows_and_updates_changes_no_bit(
     assert equal_weights(*states)
     updates = [r["policy/updates"] for r in read_metrics(resumed) if r["kind"] == "train"]
     assert updates == [2] * ITERATIONS
+
+
+def slow_disk(folder: Path) -> dict[str, str]:
+    """Environment in which every flush of every process takes a second, and a start as well."""
+    code = "import os, time\nflush = os.fsync\nos.fsync = lambda file: (time.sleep(1), flush(file))"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+def mtime(folder: Path) -> float:
+    """Of a folder that may come and go; 0 where it is not there."""
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def test_a_write_that_is_killed_or_waited_for_changes_no_bit(start: Start, tmp_path: Path) -> None:
+    """SIGKILL of everything in the middle of a write; then Ctrl-C in the middle of another."""
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    undisturbed = start(config_in(whole))
+    assert undisturbed.wait() == 0, undisturbed.text
+
+    slow = slow_disk(tmp_path / "slow")
+    config = config_in(run_dir, "checkpoint.snapshot_every=0")
+    checkpoints = run_dir / "checkpoints"
+    half = checkpoints / f".iteration_{2 * RESUMED_AT:06d}.writing"
+    killed = start(config, **slow)
+    wait_until(lambda: half.exists() or killed.process.poll() is not None, "a write to begin")
+    killed.kill()
+    assert half.is_dir(), killed.text
+    assert [path.name for path in list_checkpoints(run_dir)] == [f"iteration_{RESUMED_AT:06d}"]
+
+    # The same write again, now with time to end: the update after it goes on meanwhile.
+    left_over = half.stat().st_mtime
+    stopped = start(config, "--resume", "auto", **slow)
+    wait_until(
+        lambda: mtime(half) > left_over or stopped.process.poll() is not None, "the write again"
+    )
+    stopped.interrupt()
+    assert stopped.wait() == 130, stopped.text
+    done = trained_iterations(run_dir)
+    assert list_checkpoints(run_dir)[-1].name == f"iteration_{done:06d}"
+    assert [path for path in checkpoints.iterdir() if path.name.startswith(".")] == []
+    assert stopped.left_over() == []
+
+    if done < ITERATIONS:
+        resumed = start(config, "--resume", "auto")
+        assert resumed.wait() == 0, resumed.text
+    assert checksum(run_dir) == checksum(whole)
+    assert results(run_dir) == results(whole)
+    states = [dict(open_checkpoint(list_checkpoints(d)[-1])[1]) for d in (whole, run_dir)]
+    assert equal_weights(*states)
