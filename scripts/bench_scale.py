@@ -5,7 +5,7 @@
     python scripts/bench_scale.py --setup four_cards --json four_cards.json
     python scripts/bench_scale.py --setup four_cards --tiny --json tiny.json    # CPUs, gloo
     python scripts/bench_scale.py --setup four_cards --tiny --heads 24 --stages sync,checkpoint \
-        --json memory.json learner.offload_optimizer=false weight_sync.bucket_mib=32
+        --json memory.json weight_sync.bucket_mib=32
 
 ``one_card``: LoRA; rollout worker, learner rank and reward server share a card by fractions.
 ``four_cards``: all weights; two ZeRO-3 ranks and two rollout workers, each on its own card, and a

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.models.flux import FluxPolicy
 
-CHECKSUM_SLICE = 1 << 24
-"""Words summed at a time: an int64 copy of a whole large tensor would not fit beside the model."""
+CHECKSUM_SLICE = {"cuda": 1 << 24, "cpu": 1 << 20}
+"""Words summed at a time: an int64 copy of a whole large tensor would not fit beside the model, and
+the CPU's heap would keep the holes that copies of many sizes leave."""
 COMPILED = "_orig_mod."
 """What torch.compile puts into the names of a module that it wraps."""
 
@@ -180,6 +181,7 @@ def word_sums(tensors: Iterable[Tensor]) -> list[int]:
 
 def _word_sum(tensor: Tensor) -> Tensor:
     words = tensor.contiguous().flatten().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    size = CHECKSUM_SLICE[tensor.device.type]
     # An adapter has many small tensors, and every kernel more than one sum of each takes its time.
-    sums = [part.sum(dtype=torch.int64) for part in words.split(CHECKSUM_SLICE)]
+    sums = [part.sum(dtype=torch.int64) for part in words.split(size)]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
