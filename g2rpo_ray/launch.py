@@ -163,7 +163,7 @@ def _rollout_roles(
                 servers = reward_servers(name, config.rewards, timeout_s, private)
                 handles = stack.enter_context(servers)
             client = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
-            encoder = start_encoder(config, placement)
+            encoder = _start_encoder(config, placement)
             pool = RolloutPool(config, client, note)
             try:
                 yield encoder, pool, placement, client
@@ -172,7 +172,7 @@ def _rollout_roles(
                 ray.kill(encoder)
 
 
-def start_encoder(config: Config, placement: PlacementGroup | None) -> ActorHandle:
+def _start_encoder(config: Config, placement: PlacementGroup | None) -> ActorHandle:
     """In the last bundle of ``placement`` where it has a share of a card; else beside the driver.
 
     Embeddings lie on the encoder's node: it shall not go while the driver stays.

@@ -71,6 +71,11 @@ class RolloutSection(Section):
                 f"min_workers {self.min_workers} <= workers {self.workers} <= max_workers "
                 f"{self.most_workers} does not hold"
             )
+        if self.fp8_above_sigma > 0 and not self.fp8:
+            raise ValueError(
+                f"fp8_above_sigma is {self.fp8_above_sigma} and fp8 is false: nothing uses it; "
+                "set fp8: true, or leave it out"
+            )
         return self
 
     @property

@@ -175,6 +175,12 @@ def test_completions_alone_use_float8(tmp_path: Path) -> None:
     torch.testing.assert_close(group.rewards, exact.rewards, rtol=0, atol=0.05)
 
 
+@pytest.mark.parametrize("level", ["0.5", "1.0", "-0.1", ".nan"])
+def test_a_noise_level_that_nothing_would_use_is_refused(tmp_path: Path, level: str) -> None:
+    with pytest.raises(ConfigError, match="fp8_above_sigma"):
+        tiny_config(tmp_path, f"rollout.fp8_above_sigma={level}")
+
+
 def test_float8_ends_at_a_noise_level(tmp_path: Path) -> None:
     def rewards(*overrides: str) -> tuple[Tensor, int]:
         config = tiny_config(tmp_path, *overrides)
