@@ -1,0 +1,88 @@
+"""The rollout's own kernels against diffusers' blocks: by Triton's interpreter, and on a card."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+from torch import Tensor
+
+pytest.importorskip("triton", reason="PyTorch for CPUs alone comes without Triton")
+
+from g2rpo_ray.models.fused import FusedAttnProcessor, gelu
+
+ROOT = Path(__file__).parents[2]
+
+
+def differences(
+    double: bool, heads: int, head_dim: int, image_tokens: int, text_tokens: int, device: str
+) -> list[float]:
+    """Largest differences of our attention's results from diffusers', relative to the largest."""
+    torch.manual_seed(0)
+    channels, dtype = heads * head_dim, torch.float32 if device == "cpu" else torch.bfloat16
+    attention = FluxAttention(
+        query_dim=channels,
+        heads=heads,
+        dim_head=head_dim,
+        added_kv_proj_dim=channels if double else None,
+        out_dim=channels,
+        bias=True,
+        pre_only=not double,
+        eps=1e-6,
+        processor=FluxAttnProcessor(),
+    )
+    for name, parameter in attention.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter)
+    attention = attention.to(device, dtype)
+    image = torch.randn(2, image_tokens, channels, device=device, dtype=dtype)
+    text = torch.randn(2, text_tokens, channels, device=device, dtype=dtype) if double else None
+    tokens = image_tokens + (text_tokens if double else 0)
+    angles = torch.randn(tokens, head_dim // 2, device=device).repeat_interleave(2, dim=1)
+    rotary = (angles.cos(), angles.sin())
+    with torch.no_grad():
+        expected = attention(image, text, image_rotary_emb=rotary)
+        ours = FusedAttnProcessor().fused(attention, image, text, None, rotary)
+    pairs = zip(ours, expected, strict=True) if double else [(ours, expected)]
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("heads", [3, 4])
+def test_attention_is_that_of_diffusers(heads: int) -> None:
+    # Triton decides when it is imported whether it interprets.
+    code = (
+        "import json; from tests.models.test_fused import differences; print(json.dumps("
+        f"[differences(double, {heads}, 16, 7, 5, 'cpu') for double in (False, True)]))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    single, double = json.loads(answer.stdout.splitlines()[-1])
+    assert len(single) == 1
+    assert len(double) == 2
+    assert max(single + double) < 1e-6
+
+
+def test_gelu_is_the_same_function_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.linspace(-12, 12, 4001)
+    expected = torch.nn.functional.gelu(x, approximate="tanh")
+    assert torch.equal(gelu(x), expected)
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    torch.testing.assert_close(gelu(x), expected, rtol=1e-5, atol=1e-6)
+    rounded: Tensor = gelu(x.bfloat16())
+    assert rounded.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("double", [False, True])
+def test_attention_at_true_size(double: bool) -> None:
+    found = differences(double, 24, 128, 2025, 512, "cuda")
+    print(f"largest differences, relative to the largest number: {found}")
+    assert max(found) < 0.02
