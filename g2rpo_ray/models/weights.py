@@ -144,8 +144,8 @@ def load_weights(policy: FluxPolicy, weights: Mapping[str, Tensor]) -> None:
             )
     if isinstance(weights, PackedWeights) and parameters:
         weights = weights.to(next(iter(parameters.values())).device)
-    for name, parameter in parameters.items():
-        parameter.copy_(weights[name])
+    # One call for all: an adapter has hundreds of small tensors.
+    torch._foreach_copy_(list(parameters.values()), [weights[name] for name in parameters])
 
 
 def layout_of(weights: Mapping[str, Tensor]) -> list[TensorLayout]:
