@@ -246,12 +246,15 @@ class Bench:
             kind = "full" if self.config.model.lora is None else "lora"
             info = CheckpointInfo(1, 1, 1, 0, 0.0, kind, 0)
             folder = checkpoint_folder(run_dir, 1)
-            with self.host_memory(roles, found, "host_mib"):
-                started_s = time.perf_counter()
-                roles.learner.save(folder, info)
-                found["blocked_s"] = _lap(started_s)
-                roles.learner.finish_save()
-                found["seconds"] = _lap(started_s)
+            # The first save takes its memory; a run's others find it there.
+            found["blocked_s"], found["seconds"] = [], []
+            for number in range(2):
+                with self.host_memory(roles, found, f"host_mib of save {number}"):
+                    started_s = time.perf_counter()
+                    roles.learner.save(folder, info)
+                    found["blocked_s"].append(_lap(started_s))
+                    roles.learner.finish_save()
+                    found["seconds"].append(_lap(started_s))
             found["bytes"] = sum(file.stat().st_size for file in folder.iterdir())
             shard = sum(file.stat().st_size for file in folder.glob("*-00000.safetensors"))
             found["shard_mib"] = round(shard / 2**20, 1)

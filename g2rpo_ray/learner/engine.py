@@ -2,7 +2,8 @@
 
 import math
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from g2rpo_ray.errors import RunError
 from g2rpo_ray.learner.shards import StatePart, StateReader
 from g2rpo_ray.learner.state import MOMENTS, MasterState, load_whole_weights
 from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.models.kernels import COMPILE_ERRORS
 from g2rpo_ray.models.weights import (
     TensorLayout,
     trainable_parameters,
@@ -75,6 +77,19 @@ def learning_rate_of(updates: int, settings: LearnerSection) -> float:
     return settings.learning_rate * (1 - progress * (1 - settings.final_share))
 
 
+@contextmanager
+def _named_compile_errors() -> Iterator[None]:
+    """The compiler's errors cannot be sent to the driver: they would end the rank's process."""
+    try:
+        yield
+    except COMPILE_ERRORS as error:
+        reason = " ".join(str(error).split())
+        raise LearnerError(
+            f"torch.compile failed on the learner's blocks with {type(error).__name__}: "
+            f"{reason:.400}; learner.compile=false does without"
+        ) from None
+
+
 class LearnerEngine:
     """One rank's policy under DeepSpeed ZeRO, with AdamW on fp32 master weights."""
 
@@ -97,7 +112,7 @@ class LearnerEngine:
         """
         self._settings = settings
         self.updates = updates
-        self._names = list(trainable_parameters(policy))
+        self._names = frozenset(trainable_parameters(policy))
         if state is not None:
             load_whole_weights(policy, state)
         optimizer = torch.optim.AdamW(
@@ -138,7 +153,8 @@ class LearnerEngine:
                 entry["step"].fill_(updates)
 
     def __call__(self, *args: object) -> Tensor:
-        velocity: Tensor = self._engine(*args)
+        with _named_compile_errors():
+            velocity: Tensor = self._engine(*args)
         return velocity
 
     @property
@@ -153,7 +169,8 @@ class LearnerEngine:
             self._accumulates = True
         elif not self._reduces_once:
             self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(loss)
+        with _named_compile_errors():
+            self._engine.backward(loss)
 
     def step(self) -> float:
         """Clip, update, and return the gradient norm before clipping.

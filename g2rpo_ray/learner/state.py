@@ -65,9 +65,13 @@ class MasterState:
         self._parameters: dict[str, Any] = dict(parameters)
         self._decay = ema_decay
         self._averages = self._copies() if ema_decay is not None else {}
+        self._on_host: dict[str, Tensor] = {}
 
     def parts(self) -> list[StatePart]:
-        """Copies on the CPU."""
+        """Copies on the CPU, to be used before the next call: it overwrites them.
+
+        Their memory is kept, since fresh pages cost more time than the copying.
+        """
         parts = []
         for name, parameter in self._parameters.items():
             place = self._place(parameter)
@@ -76,8 +80,11 @@ class MasterState:
             if name in self._averages:
                 tensors["ema"] = self._averages[name]
             for kind, tensor in tensors.items():
-                data = tensor[: place.length].to("cpu", copy=True)
-                parts.append(StatePart(f"{kind}.{name}", place.shape, place.start, data))
+                key, part = f"{kind}.{name}", tensor[: place.length]
+                if key not in self._on_host:
+                    self._on_host[key] = torch.empty_like(part, device="cpu")
+                data = self._on_host[key].copy_(part)
+                parts.append(StatePart(key, place.shape, place.start, data))
         return [part for part in parts if len(part.data) > 0]
 
     @torch.no_grad()

@@ -1,4 +1,5 @@
-"""What a rollout's compiled blocks compute in kernels better than torch.compile's own.
+"""What a rollout's compiled blocks compute in kernels better than torch.compile's own; they have
+no gradients.
 
 On an H200 (720 x 720, batches of 8), torch.compile's kernels for the norm and rotary embedding of
 queries and keys moved 1.2 TB/s of 4.8, and its GELU waited for tanh. Outside compiled code nothing
@@ -20,7 +21,10 @@ from torch import Tensor, nn
 
 
 def fuse_elementwise(transformer: FluxTransformer2DModel) -> None:
-    """Prepare a transformer on a CUDA card for :func:`compile_blocks`; names of weights stay."""
+    """Prepare a transformer on a card for :func:`compile_blocks`; the weights' names stay.
+
+    It must not be trained: the kernels have no backward pass.
+    """
     for module in transformer.modules():
         if isinstance(module, FluxAttention):
             chosen = module.processor

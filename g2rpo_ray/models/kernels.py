@@ -56,11 +56,6 @@ def compile_blocks(transformer: FluxTransformer2DModel, cache: Path | None) -> N
     """
     if cache is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    if transformer.device.type == "cuda":
-        # Needs Triton, which comes with PyTorch for cards and is missing in its builds for CPUs.
-        from g2rpo_ray.models.fused import fuse_elementwise
-
-        fuse_elementwise(transformer)
     transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
 
 

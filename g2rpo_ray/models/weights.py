@@ -175,13 +175,30 @@ def word_sums(tensors: Iterable[Tensor]) -> list[int]:
     An integer sum is exact in any order, so CPU and GPU agree, and parts of a tensor add up to the
     whole; any one changed bit changes it.
     """
-    sums = [_word_sum(tensor.detach()) for tensor in tensors]
-    return torch.stack(sums).tolist() if sums else []
+    words = [_words(tensor.detach()) for tensor in tensors]
+    if not words:
+        return []
+    sums = torch.empty(len(words), dtype=torch.int64, device=words[0].device)
+    # An adapter has hundreds of tensors of few shapes, and a kernel for each takes its time.
+    alike: dict[tuple[torch.dtype, int], list[int]] = {}
+    for place, part in enumerate(words):
+        alike.setdefault((part.dtype, len(part)), []).append(place)
+    for (_, length), places in alike.items():
+        together = max(1, CHECKSUM_SLICE[sums.device.type] // max(length, 1))
+        for start in range(0, len(places), together):
+            some = places[start : start + together]
+            sums[some] = _sums_of([words[place] for place in some])
+    found: list[int] = sums.tolist()
+    return found
 
 
-def _word_sum(tensor: Tensor) -> Tensor:
-    words = tensor.contiguous().flatten().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
-    size = CHECKSUM_SLICE[tensor.device.type]
-    # An adapter has many small tensors, and every kernel more than one sum of each takes its time.
-    sums = [part.sum(dtype=torch.int64) for part in words.split(size)]
-    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
+def _sums_of(words: Sequence[Tensor]) -> Tensor:
+    """Of tensors of one length, stacked; one that is long is summed in slices."""
+    if len(words) > 1:
+        return torch.stack(list(words)).sum(dim=1, dtype=torch.int64)
+    slices = words[0].split(CHECKSUM_SLICE[words[0].device.type])
+    return torch.stack([part.sum(dtype=torch.int64) for part in slices]).sum(dim=0, keepdim=True)

@@ -112,6 +112,12 @@ class RolloutEngine:
         networks = [self.policy.transformer]
         if self._twin is not None:
             networks.append(self._twin.policy.transformer)
+        if self.device.type == "cuda":
+            # Needs Triton, which comes with PyTorch only where it is built for cards.
+            from g2rpo_ray.models.fused import fuse_elementwise
+
+            for network in networks:
+                fuse_elementwise(network)
         for network in networks:
             compile_blocks(network, Path(cache).expanduser() if cache else None)
         compile_decoder(self.decoder.vae.decoder)

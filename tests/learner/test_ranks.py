@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -51,6 +52,13 @@ class Rank(Learner):
 
     def state_parts(self) -> list[StatePart]:
         return self.engine.state_parts()
+
+    def update_without_compiler(self, groups: list[ray.ObjectRef]) -> UpdateReport:
+        """An update on a machine where torch.compile cannot work."""
+        torch._dynamo.reset()
+        failure = RuntimeError("no compiler for this card")
+        with mock.patch("torch._inductor.compile_fx.compile_fx", side_effect=failure):
+            return self.update(groups)
 
     def step_with_gradient(self, value: float) -> float:
         """An optimizer step on a gradient that is ``value`` everywhere."""
@@ -342,3 +350,15 @@ def test_a_gradient_that_is_no_number_stops_the_run(
     message = str(caught.value)
     assert "the gradient norm of update 0 is" in message
     assert "resume from the last checkpoint" in message
+
+
+def test_a_failure_to_compile_names_the_setting(
+    ranks: dict[int, Ranks], groups: list[RolloutGroup]
+) -> None:
+    ranks[1].start(*MODES["full"], "learner.compile=true")
+    with pytest.raises(LearnerError) as caught:
+        ranks[1].call("update_without_compiler", [ray.put(groups[0])])
+    message = str(caught.value)
+    assert "torch.compile failed on the learner's blocks" in message
+    assert "no compiler for this card" in message
+    assert "learner.compile=false" in message
