@@ -17,7 +17,7 @@ quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machi
 test: $(VENV)/.installed-dev lint  ## lint, type-check and run the tests of CI (ARGS='-k rollout' for some)
 	$(BIN)/pytest -m "not long" $(ARGS)
 
-test-long: $(VENV)/.installed-dev  ## the tests of whole clusters: Slurm, raylets, Prometheus, faults (half an hour)
+test-long: $(VENV)/.installed-dev  ## whole clusters and more whole runs: Slurm, raylets, Prometheus (half an hour)
 	$(BIN)/pytest -m long $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff (lint and format) and mypy

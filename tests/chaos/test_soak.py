@@ -1,4 +1,4 @@
-"""A short soak: every kind of fault once, and the same weights as a run that nobody disturbed."""
+"""A short soak: four faults and a SIGTERM, and the same weights as a run that nobody disturbed."""
 
 import json
 import subprocess
@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 500.0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
     report = tmp_path / "soak.json"
     soak = subprocess.run(
-        [sys.executable, "scripts/soak.py", "--faults", "6", "--json", str(report),
-         "--folder", str(tmp_path / "runs"), "--limit-s", "150"],
+        [sys.executable, "scripts/soak.py", "--faults", "4", "--json", str(report),
+         "--folder", str(tmp_path / "runs"), "--limit-s", "100"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -25,7 +25,7 @@ def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_pa
     )  # fmt: skip
     assert soak.returncode == 0, soak.stdout + soak.stderr
     result = json.loads(report.read_text())
-    assert result["faults"] >= 3, "too few faults in the time"
+    assert result["faults"] >= 2, "too few faults in the time"
     assert result["checksum_equal"]
     assert (result["groups_lost"], result["groups_doubled"]) == (0, 0)
     assert result["evaluations_equal"], "a network evaluation was counted twice, or not at all"

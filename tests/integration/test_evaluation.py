@@ -12,7 +12,7 @@ from g2rpo_ray.tracking.metrics import read_metrics
 from tests.integration.command import Command, train
 from tests.integration.test_train import config_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 ITERATIONS = 20
 RULES = [

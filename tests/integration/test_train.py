@@ -55,7 +55,7 @@ def start() -> Iterator[Start]:
 def finished(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Folders of whole runs in one go, by number of rollout workers; all run at the same time."""
     folder: Path = tmp_path_factory.mktemp("runs")
-    run_dirs = {workers: folder / f"workers_{workers}" for workers in (1, 2, 4)}
+    run_dirs = {workers: folder / f"workers_{workers}" for workers in (1, 4)}
     commands = [
         start(config_of(run_dir, f"rollout.workers={workers}", "rollout.cpus_per_worker=0.25"))
         for workers, run_dir in run_dirs.items()
@@ -125,11 +125,21 @@ def test_a_run_leaves_what_it_promises(reference: Path) -> None:
     assert first["policy/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-def test_more_workers_give_the_same_bits_as_one(finished: dict[int, Path], workers: int) -> None:
-    assert results(finished[workers]) == results(finished[1])
-    assert pictures(finished[workers]) == pictures(finished[1])
-    assert checksum(finished[workers]) == checksum(finished[1])
+def test_four_workers_give_the_same_bits_as_one(finished: dict[int, Path]) -> None:
+    assert results(finished[4]) == results(finished[1])
+    assert pictures(finished[4]) == pictures(finished[1])
+    assert checksum(finished[4]) == checksum(finished[1])
+
+
+@pytest.mark.long
+def test_two_workers_give_the_same_bits_as_one(
+    reference: Path, start: Start, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    command = start(config_of(run_dir, "rollout.workers=2", "rollout.cpus_per_worker=0.25"))
+    assert command.wait() == 0, command.text
+    assert results(run_dir) == results(reference)
+    assert checksum(run_dir) == checksum(reference)
 
 
 def test_one_step_off_trains_on_groups_one_version_old(start: Start, tmp_path: Path) -> None:
@@ -147,6 +157,7 @@ def test_one_step_off_trains_on_groups_one_version_old(start: Start, tmp_path: P
     assert command.left_over() == []
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_leaves_no_process_and_resume_ends_as_if_nothing_had_been(
     reference: Path, start: Start, tmp_path: Path
 ) -> None:

@@ -212,7 +212,7 @@ def test_new_weights_reach_the_float8_twin(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.long), True])
 def test_compiled_code_gives_the_same_latents(tmp_path: Path, lora: bool) -> None:
     overrides = ["rollout.batch_size=4", f"rollout.compile_cache={tmp_path / 'code'}"]
     overrides += ["model.lora.rank=2"] if lora else []
