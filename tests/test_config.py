@@ -176,6 +176,7 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["checkpoint.best=hps", "evaluation.every=5"],
             ["checkpoint.every is 20", "evaluation.every is 5", "a multiple"],
         ),
+        (["evaluation.min_gain=0.1"], ["evaluation.min_gain is 0.1", "patience is 0"]),
         (["evaluation.min_gain=-0.1"], ["evaluation.min_gain", "greater than or equal to 0"]),
     ],
 )

@@ -115,6 +115,11 @@ class Config(Section):
                 f"evaluation.patience is {evaluation.patience} and checkpoint.best is not set: "
                 "name the reward that decides there"
             )
+        if evaluation.min_gain and not evaluation.patience:
+            raise ValueError(
+                f"evaluation.min_gain is {evaluation.min_gain:g} and evaluation.patience is 0: "
+                "nothing would use it; set patience, or leave min_gain out"
+            )
         if best is None:
             return
         if best not in self.rewards:
