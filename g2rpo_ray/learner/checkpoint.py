@@ -303,9 +303,9 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
             f"{path}: entries {', '.join(sorted(content.keys() ^ expected))} are missing or unknown"
         )
     files = content.pop("files")
-    ranks = len(files) // 2
+    ranks = len(files) // 2 if isinstance(files, dict) else 0
     names = {kind.format(r) for kind in (WEIGHTS_FILE, OPTIMIZER_FILE) for r in range(ranks)}
-    if not isinstance(files, dict) or not files or files.keys() != names:
+    if ranks == 0 or files.keys() != names:
         raise CheckpointError(
             f"{path}: 'files' must list {WEIGHTS_FILE.format(0)}, {OPTIMIZER_FILE.format(0)} and "
             "so on with their SHA-256"

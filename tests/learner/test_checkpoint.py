@@ -162,7 +162,7 @@ def test_description_with_an_unknown_entry(tmp_path: Path) -> None:
     assert "mood" in error_of(path.parent)
 
 
-@pytest.mark.parametrize("files", [{}, {FILES[0]: ""}, [FILES[0]]])
+@pytest.mark.parametrize("files", [{}, {FILES[0]: ""}, [FILES[0]], 2, None])
 def test_description_of_other_files(tmp_path: Path, files: object) -> None:
     path = write(tmp_path, 1) / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))

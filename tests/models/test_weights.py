@@ -14,6 +14,7 @@ from g2rpo_ray.models.weights import (
     load_weights,
     receipt,
     trainable_parameters,
+    word_sums,
 )
 from tests.tiny import equal_weights, tiny_config
 
@@ -53,6 +54,18 @@ def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
         flip_bit(flipped["a"], bit)
         checksums.add(receipt(0, flipped).checksum)
     assert len(checksums) == 1 + bits
+
+
+def test_sums_do_not_depend_on_what_shares_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Alike and not, longer and shorter than what is summed at a time, and one without an element.
+    monkeypatch.setattr("g2rpo_ray.models.weights.CHECKSUM_SLICE", {"cpu": 10})
+    lengths = [3, 7, 3, 25, 3, 0, 7, 3, 10, 3, 10]
+    tensors = [torch.randn(length) for length in lengths]
+    tensors += [torch.randn(length).bfloat16() for length in lengths]
+    words = {2: torch.int16, 4: torch.int32}
+    expected = [int(t.view(words[t.itemsize]).long().sum()) for t in tensors]
+    assert word_sums(tensors) == expected
+    assert word_sums([]) == []
 
 
 def test_the_checksum_knows_names_shapes_and_dtypes() -> None:
