@@ -40,6 +40,7 @@ from torch import Tensor
 from g2rpo_ray.config import LearnerSection, LoraSection, load_config, resolve_path
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy, LatentShape
+from g2rpo_ray.models.kernels import compile_evaluations
 from g2rpo_ray.models.lora import add_lora
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.models.weights import receipt, trainable_parameters
@@ -203,7 +204,7 @@ class Bench:
         """Velocity predictions as the rollout makes them."""
         policy = self.policy()
         if name == "evaluation_compiled":
-            policy.transformer.compile_repeated_blocks(fullgraph=True)
+            compile_evaluations(policy.transformer, cache=None)
         for batch in self.world.batches:
             yield name, self.measure(batch, self.evaluation_tflop(), self.call(policy, batch))
 

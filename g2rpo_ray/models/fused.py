@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 
 def fuse_elementwise(transformer: FluxTransformer2DModel) -> None:
-    """Prepare a transformer on a card for :func:`compile_blocks`; the weights' names stay.
+    """Prepare a transformer on a card for ``compile_blocks``; the weights' names stay.
 
     It must not be trained: the kernels have no backward pass.
     """

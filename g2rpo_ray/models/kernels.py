@@ -59,6 +59,17 @@ def compile_blocks(transformer: FluxTransformer2DModel, cache: Path | None) -> N
     transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
 
 
+def compile_evaluations(transformer: FluxTransformer2DModel, cache: Path | None) -> None:
+    """As :func:`compile_blocks`, for a network that is not trained: on a card with kernels of ours,
+    which have no backward pass."""
+    if transformer.device.type == "cuda":
+        # Needs Triton, which comes with PyTorch only where it is built for cards.
+        from g2rpo_ray.models.fused import fuse_elementwise
+
+        fuse_elementwise(transformer)
+    compile_blocks(transformer, cache)
+
+
 def compile_decoder(decoder: nn.Module) -> None:
     """Compile a VAE's decoder when it is first called.
 

@@ -13,8 +13,8 @@ from g2rpo_ray.models.fp8 import Float8Twin
 from g2rpo_ray.models.kernels import (
     COMPILE_ERRORS,
     choose_attention,
-    compile_blocks,
     compile_decoder,
+    compile_evaluations,
     undo_compilation,
 )
 from g2rpo_ray.models.loading import DTYPES, load_part
@@ -112,14 +112,8 @@ class RolloutEngine:
         networks = [self.policy.transformer]
         if self._twin is not None:
             networks.append(self._twin.policy.transformer)
-        if self.device.type == "cuda":
-            # Needs Triton, which comes with PyTorch only where it is built for cards.
-            from g2rpo_ray.models.fused import fuse_elementwise
-
-            for network in networks:
-                fuse_elementwise(network)
         for network in networks:
-            compile_blocks(network, Path(cache).expanduser() if cache else None)
+            compile_evaluations(network, Path(cache).expanduser() if cache else None)
         compile_decoder(self.decoder.vae.decoder)
         try:
             self._meet_all_shapes()

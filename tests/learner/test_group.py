@@ -81,6 +81,7 @@ def test_a_rank_that_fails_dies_or_does_not_answer_is_named_with_what_it_did(
     assert "--resume auto" in report
 
 
+@pytest.mark.long
 def test_a_lost_rank_leaves_the_weights_as_they_would_have_been(
     placement: PlacementGroup, tmp_path: Path
 ) -> None:

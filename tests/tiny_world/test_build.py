@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_build_writes_every_part(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     build = subprocess.run(
