@@ -40,12 +40,13 @@ from torch import Tensor
 from g2rpo_ray.config import LearnerSection, LoraSection, load_config, resolve_path
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy, LatentShape
-from g2rpo_ray.models.kernels import compile_evaluations
+from g2rpo_ray.models.kernels import compile_decoder, compile_evaluations
 from g2rpo_ray.models.lora import add_lora
 from g2rpo_ray.models.vae import PictureDecoder
-from g2rpo_ray.models.weights import receipt, trainable_parameters
+from g2rpo_ray.models.weights import PackedWeights, receipt, trainable_parameters
 from g2rpo_ray.plan.costs import (
     CardCosts,
+    CostsError,
     CostTable,
     Measurement,
     PassName,
@@ -171,7 +172,7 @@ class Bench:
         """(name, limit in seconds, what to do), the most wanted first."""
         yield "matrix product", 30, self.matrix
         yield "evaluation", 60, partial(self.evaluation, "evaluation")
-        yield "decode", 60, self.decode
+        yield "decode", 60, partial(self.decode, "decode")
         for rank in self.world.learners:
             name = "learner, all weights" if rank is None else f"learner, LoRA of rank {rank}"
             yield name, 80, partial(self.learner, rank)
@@ -181,6 +182,7 @@ class Bench:
             yield f"score_{kind}", 80, partial(self.score, kind)
         if self.world.device.type == "cuda":
             yield "evaluation_compiled", 100, partial(self.evaluation, "evaluation_compiled")
+            yield "decode_compiled", 100, partial(self.decode, "decode_compiled")
 
     def card(self) -> Iterator[Card]:
         """What is measured on."""
@@ -208,15 +210,17 @@ class Bench:
         for batch in self.world.batches:
             yield name, self.measure(batch, self.evaluation_tflop(), self.call(policy, batch))
 
-    def decode(self) -> Iterator[Found]:
+    def decode(self, name: PassName) -> Iterator[Found]:
         """Latents to uint8 pictures on the CPU."""
         world = self.world
         vae = self.on_device(vae_on_meta(world.vae)).eval()
+        if name == "decode_compiled":
+            compile_decoder(vae.decoder)
         tflop = decode_operations(vae_on_meta(world.vae), world.side, world.side).tflop
         for batch in world.decode_batches:
             decoder = PictureDecoder(vae, world.shape, batch)
             latents = torch.randn(batch, *world.shape.packed, device=world.device)
-            yield "decode", self.measure(batch, tflop, partial(decoder.decode, latents))
+            yield name, self.measure(batch, tflop, partial(decoder.decode, latents))
 
     def learner(self, rank: int | None) -> Iterator[Found]:
         """Forward and backward pass, accumulating gradients as between two optimizer steps."""
@@ -279,23 +283,17 @@ class Bench:
             name, parameter = source.popitem()
             part[name] = parameter.detach()
 
-        def export() -> bytes:
-            # LearnerEngine.weights() and Learner.export_weights; then the object store pickles.
-            weights = {name: p.clone().cpu().clone() for name, p in part.items()}
-            receipt(1, weights)
-            return pickle.dumps(weights, protocol=5)
-
-        blob = export()
-
-        def receive() -> None:
-            # RolloutWorker.receive_weights.
-            for name, weights in pickle.loads(blob).items():
-                part[name].copy_(weights)
+        def sync() -> None:
+            # Learner.export_weights, the object store's pickling, RolloutWorker.receive_weights.
+            receipt(1, part)
+            packed = pickle.dumps(PackedWeights.of(part), protocol=5)
+            arrived = pickle.loads(packed).to(self.world.device)
+            for name, weights in part.items():
+                weights.copy_(arrived[name])
             receipt(1, part)
 
         amount = sum(p.numel() * p.element_size() for p in part.values())
-        yield "export", Rate(amount=amount, seconds=self.median_s(export, repeats=3))
-        yield "receive", Rate(amount=amount, seconds=self.median_s(receive, repeats=3))
+        yield "sync_object_store", Rate(amount=amount, seconds=self.median_s(sync, repeats=3))
 
     def score(self, kind: str) -> Iterator[Found]:
         """A request from uint8 pictures to scores, preprocessing included."""
@@ -503,6 +501,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="table to write into")
     parser.add_argument("--tiny", action="store_true", help="the quickstart's size, one CPU core")
     options = parser.parse_args()
+    if options.json.exists():
+        try:
+            load_costs(options.json)
+        except CostsError as error:
+            parser.error(f"{error}; name another file, or delete it")
     if options.tiny:
         torch.set_num_threads(1)
     diffusers.utils.logging.set_verbosity_error()

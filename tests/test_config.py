@@ -176,6 +176,10 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["checkpoint.best=hps", "evaluation.every=5"],
             ["checkpoint.every is 20", "evaluation.every is 5", "a multiple"],
         ),
+        (
+            ["weight_sync.transport=nccl", "rollout.gpus_per_worker=0.5"],
+            ["rollout.gpus_per_worker is 0.5", "no two members on one card", "half a GPU"],
+        ),
         (["evaluation.min_gain=0.1"], ["evaluation.min_gain is 0.1", "patience is 0"]),
         (["evaluation.min_gain=-0.1"], ["evaluation.min_gain", "greater than or equal to 0"]),
     ],

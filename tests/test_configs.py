@@ -41,3 +41,10 @@ def test_every_recipe_comes_with_lora() -> None:
 def test_a_recipe_names_its_paper(path: Path) -> None:
     if path.stem.startswith("flux_"):
         assert "arXiv" in path.read_text(encoding="utf-8").splitlines()[0]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_all_weights_of_a_flux_recipe_travel_by_nccl(path: Path) -> None:
+    config = load_config(path)
+    all_weights = path.stem.startswith("flux_") and config.model.lora is None
+    assert config.weight_transport == ("nccl" if all_weights else "object_store")

@@ -32,7 +32,7 @@ class WeightSyncSection(Section):
     transport: Literal["auto", "object_store", "nccl"] = "auto"
     """``nccl`` broadcasts in place over a process group (gloo between CPUs); ``object_store`` puts
     the weights into Ray's store once. ``auto`` is ``nccl`` for full weights where every worker and
-    rank has whole GPUs of its own, else ``object_store``."""
+    rank has more than half a GPU, so that no two share one, else ``object_store``."""
     bucket_mib: int = Field(256, ge=1)
     """Size of one broadcast in MiB; every member keeps two buffers of it."""
     timeout_s: float = Field(120.0, gt=0)

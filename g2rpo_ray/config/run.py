@@ -133,16 +133,25 @@ class Config(Section):
                 "checkpoint: make evaluation.every a multiple of checkpoint.every"
             )
 
+    @property
+    def weight_transport(self) -> Literal["object_store", "nccl"]:
+        """``weight_sync.transport``, where ``auto`` is NCCL for full weights if no two workers or
+        ranks fit on one card (NCCL takes no two members there), else the object store."""
+        if self.weight_sync.transport != "auto":
+            return self.weight_sync.transport
+        own_cards = min(self.rollout.gpus_per_worker, self.learner.gpus_per_rank) > 0.5
+        return "nccl" if own_cards and self.model.lora is None else "object_store"
+
     def _check_transport(self) -> None:
         shares = {
             "rollout.gpus_per_worker": self.rollout.gpus_per_worker,
             "learner.gpus_per_rank": self.learner.gpus_per_rank,
         }
-        if self.weight_sync.transport == "nccl" and any(0 < s < 1 for s in shares.values()):
+        if self.weight_sync.transport == "nccl" and any(0 < s <= 0.5 for s in shares.values()):
             values = " and ".join(f"{key} is {share:g}" for key, share in shares.items())
             raise ValueError(
                 f"weight_sync.transport is nccl, {values}: NCCL takes no two members on one card; "
-                "use transport: object_store, or whole GPUs for every worker and rank"
+                "use transport: object_store, or more than half a GPU for every worker and rank"
             )
 
     def _check_steps(self) -> None:

@@ -17,6 +17,7 @@ PassName = Literal[
     "evaluation",
     "evaluation_compiled",
     "decode",
+    "decode_compiled",
     "learner_lora",
     "learner_lora_checkpointing",
     "learner_full",
@@ -24,11 +25,14 @@ PassName = Literal[
     "score_hps",
     "score_clip",
 ]
-"""``evaluation_compiled`` is for comparison only: the rollout does not compile."""
+"""``compiled`` are those of a rollout on a card, unless ``rollout.compile`` is false."""
 
-RateName = Literal["matrix", "optimizer", "export", "receive", "link"]
-"""matrix: FLOP of a large product; optimizer: parameters through AdamW; export and receive: bytes
-of weights out of the learner and into a rollout worker; link: bytes between two cards."""
+RateName = Literal[
+    "matrix", "optimizer", "optimizer_host", "sync_object_store", "sync_nccl", "link"
+]
+"""matrix: FLOP of a large product; optimizer: parameters through AdamW, on the card, or on the host
+with ``learner.offload_optimizer``; sync: bytes of weights into the workers, verified;
+link: bytes between two cards."""
 
 
 class CostsError(InputError):

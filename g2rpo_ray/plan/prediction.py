@@ -11,7 +11,7 @@ from functools import cached_property
 from g2rpo_ray.algorithm.granularity import RolloutCounts
 from g2rpo_ray.arithmetic import updates_per_iteration
 from g2rpo_ray.config import Config, RewardSection
-from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, PassCost
+from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, PassCost, PassName, RateName
 from g2rpo_ray.plan.memory import (
     BYTES,
     LEARNER_FORWARDS,
@@ -151,7 +151,8 @@ class Predictor:
         """Drawing, decoding and scoring; scoring runs beside the rest, but for the last request."""
         config, work, costs = self.config, self.work, self.costs
         counts = work.counts
-        evaluation, decode = costs.pass_cost("evaluation"), costs.pass_cost("decode")
+        evaluation = costs.pass_cost(self._as_rollout("evaluation", "evaluation_compiled"))
+        decode = costs.pass_cost(self._as_rollout("decode", "decode_compiled"))
         in_request = counts.pictures / work.requests
         decode_passes = work.requests * math.ceil(in_request / config.rollout.decode_batch_size)
         drawing_s = evaluation.time_s(
@@ -187,16 +188,24 @@ class Predictor:
         evaluation = costs.pass_cost("evaluation")
         seconds += extra_forwards * evaluation.time_s(passes, forward_tflop)
         shard = self.size.trained_parameters / ranks
-        seconds += self.updates * costs.rate("optimizer").time_s(shard)
+        on_host = config.learner.offload_optimizer and "optimizer_host" in costs.rates
+        optimizer = costs.rate("optimizer_host" if on_host else "optimizer")
+        seconds += self.updates * optimizer.time_s(shard)
         if ranks > 1 and "link" in costs.rates:
             share = (ranks - 1) / ranks
             seconds += costs.rate("link").time_s(share * self._learner_traffic(passes))
         return seconds
 
     def sync_s(self) -> float:
-        """Weights out of rank 0, through the object store, into all workers at once."""
+        """Weights out of the learner and into all workers at once, by the run's transport."""
         size = self.size.trained_parameters * BYTES[self.config.model.dtype]
-        return self.costs.rate("export").time_s(size) + self.costs.rate("receive").time_s(size)
+        rate: RateName = "sync_object_store"
+        if self.config.weight_transport == "nccl":
+            if "sync_nccl" in self.costs.rates:
+                rate = "sync_nccl"
+            else:
+                self._note(f"no sync_nccl was measured on {self.card}, sync is the object store's")
+        return self.costs.rate(rate).time_s(size)
 
     def memory(self, ranks: int) -> dict[str, RoleMemory]:
         """By role; a reward that is not known is left out."""
@@ -233,6 +242,20 @@ class Predictor:
         passes = math.ceil(pictures / reward.settings.batch_size)
         cost = reward.costs.pass_cost(scorer_pass_name(reward.settings.kind))
         return cost.time_s(passes, pictures * reward.size.image.tflop)
+
+    def _as_rollout(self, plain: PassName, compiled: PassName) -> PassName:
+        """The pass as the rollout runs it: compiled on a card, if it is not told otherwise."""
+        wanted = self.config.rollout.compile
+        if wanted is None:
+            wanted = self.costs.memory_gib is not None
+        if wanted and not self.costs.passes.get(compiled):
+            self._note(f"no {compiled} was measured on {self.card}, taken as {plain}")
+            return plain
+        return compiled if wanted else plain
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _learner_cost(self) -> tuple[PassCost, int]:
         """Of the run's kind of pass, or of another kind that was measured: operations compare."""

@@ -1,0 +1,24 @@
+"""scripts/bench_scale.py: its setups are configurations that a run would take."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.mark.parametrize(
+    ("setup", "transport"), [("one_card", "object_store"), ("four_cards", "nccl")]
+)
+def test_a_setup_is_a_valid_configuration(
+    setup: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    bench_scale = importlib.import_module("bench_scale")
+    monkeypatch.setattr(bench_scale, "write_scorer", lambda path: path)
+    options = argparse.Namespace(setup=setup, tiny=False, heads=None, overrides=[])
+    config, _ = bench_scale.make_config(options, tmp_path)
+    assert config.weight_transport == transport
+    assert config.rewards["hps"].gpus_per_replica > 0
