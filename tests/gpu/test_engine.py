@@ -12,6 +12,8 @@ from g2rpo_ray.algorithm.sde import SdeStep
 from g2rpo_ray.config import Config, resolve_path
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import LatentShape, load_policy
+from g2rpo_ray.models.kernels import compile_blocks
+from g2rpo_ray.models.weights import trainable_parameters
 from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE
 from g2rpo_ray.rollout.engine import RolloutEngine, schedule_of
 from g2rpo_ray.rollout.group import GroupKey
@@ -93,6 +95,15 @@ def test_the_float8_twin_is_near_the_exact_policy(tmp_path: Path) -> None:
     error = float((rough - exact).norm() / exact.norm())
     print(f"relative |v - v'| with float8 {error:.2e}")
     assert 0 < error < 0.1
+
+
+def test_a_compiled_learner_has_gradients(tmp_path: Path) -> None:
+    policy = load_policy(true_size(tmp_path, "model.lora.rank=4", **FEW_BLOCKS), CARD)
+    compile_blocks(policy.transformer, cache=None)
+    x = GroupKey(0, 0).initial_noise((2025, 64))[None].to(CARD)
+    policy(x, torch.tensor([0.9], device=CARD), random_embeds()).square().mean().backward()
+    gradients = [p.grad for p in trainable_parameters(policy).values()]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
 
 
 def test_a_batch_too_large_for_the_card_is_halved(tmp_path: Path) -> None:
