@@ -23,6 +23,9 @@ from g2rpo_ray.config.operation import (
 )
 from g2rpo_ray.config.rollout import RewardSection, RolloutSection
 
+LARGEST_SHARED = 0.5
+"""The largest share of a card that two roles can have on the same one."""
+
 
 class Config(Section):
     """One run."""
@@ -139,7 +142,8 @@ class Config(Section):
         ranks fit on one card (NCCL takes no two members there), else the object store."""
         if self.weight_sync.transport != "auto":
             return self.weight_sync.transport
-        own_cards = min(self.rollout.gpus_per_worker, self.learner.gpus_per_rank) > 0.5
+        smallest = min(self.rollout.gpus_per_worker, self.learner.gpus_per_rank)
+        own_cards = smallest > LARGEST_SHARED
         return "nccl" if own_cards and self.model.lora is None else "object_store"
 
     def _check_transport(self) -> None:
@@ -147,7 +151,9 @@ class Config(Section):
             "rollout.gpus_per_worker": self.rollout.gpus_per_worker,
             "learner.gpus_per_rank": self.learner.gpus_per_rank,
         }
-        if self.weight_sync.transport == "nccl" and any(0 < s <= 0.5 for s in shares.values()):
+        if self.weight_sync.transport == "nccl" and any(
+            0 < share <= LARGEST_SHARED for share in shares.values()
+        ):
             values = " and ".join(f"{key} is {share:g}" for key, share in shares.items())
             raise ValueError(
                 f"weight_sync.transport is nccl, {values}: NCCL takes no two members on one card; "

@@ -11,7 +11,15 @@ from functools import cached_property
 from g2rpo_ray.algorithm.granularity import RolloutCounts
 from g2rpo_ray.arithmetic import updates_per_iteration
 from g2rpo_ray.config import Config, RewardSection
-from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, PassCost, PassName, RateName
+from g2rpo_ray.plan.costs import (
+    CardCosts,
+    CostsError,
+    CostTable,
+    PassCost,
+    PassName,
+    Rate,
+    RateName,
+)
 from g2rpo_ray.plan.memory import (
     BYTES,
     LEARNER_FORWARDS,
@@ -188,8 +196,8 @@ class Predictor:
         evaluation = costs.pass_cost("evaluation")
         seconds += extra_forwards * evaluation.time_s(passes, forward_tflop)
         shard = self.size.trained_parameters / ranks
-        on_host = config.learner.offload_optimizer and "optimizer_host" in costs.rates
-        optimizer = costs.rate("optimizer_host" if on_host else "optimizer")
+        on_host = config.learner.offload_optimizer
+        optimizer = self._rate("optimizer_host" if on_host else "optimizer", "optimizer")
         seconds += self.updates * optimizer.time_s(shard)
         if ranks > 1 and "link" in costs.rates:
             share = (ranks - 1) / ranks
@@ -199,13 +207,9 @@ class Predictor:
     def sync_s(self) -> float:
         """Weights out of the learner and into all workers at once, by the run's transport."""
         size = self.size.trained_parameters * BYTES[self.config.model.dtype]
-        rate: RateName = "sync_object_store"
-        if self.config.weight_transport == "nccl":
-            if "sync_nccl" in self.costs.rates:
-                rate = "sync_nccl"
-            else:
-                self._note(f"no sync_nccl was measured on {self.card}, sync is the object store's")
-        return self.costs.rate(rate).time_s(size)
+        by_nccl = self.config.weight_transport == "nccl"
+        rate = self._rate("sync_nccl" if by_nccl else "sync_object_store", "sync_object_store")
+        return rate.time_s(size)
 
     def memory(self, ranks: int) -> dict[str, RoleMemory]:
         """By role; a reward that is not known is left out."""
@@ -249,11 +253,20 @@ class Predictor:
         if wanted is None:
             wanted = self.costs.memory_gib is not None
         if wanted and not self.costs.passes.get(compiled):
-            self._note(f"no {compiled} was measured on {self.card}, taken as {plain}")
+            self._note_instead(compiled, plain)
             return plain
         return compiled if wanted else plain
 
-    def _note(self, text: str) -> None:
+    def _rate(self, wanted: RateName, instead: RateName) -> Rate:
+        """One of two rates: the other, with a note, where the wanted one was not measured."""
+        if wanted in self.costs.rates:
+            return self.costs.rates[wanted]
+        if wanted != instead:
+            self._note_instead(wanted, instead)
+        return self.costs.rate(instead)
+
+    def _note_instead(self, wanted: str, instead: str) -> None:
+        text = f"no {wanted} was measured on {self.card}, taken as {instead}"
         if text not in self.notes:
             self.notes.append(text)
 

@@ -103,6 +103,12 @@ def checksum(run_dir: Path) -> str:
     return str(json.loads((run_dir / "summary.json").read_text())["weights_checksum"])
 
 
+def assert_same_bits(run_dir: Path, reference: Path) -> None:
+    assert results(run_dir) == results(reference)
+    assert pictures(run_dir) == pictures(reference)
+    assert checksum(run_dir) == checksum(reference)
+
+
 def trained_iterations(run_dir: Path) -> int:
     return sum(record["kind"] == "train" for record in read_metrics(run_dir))
 
@@ -126,9 +132,7 @@ def test_a_run_leaves_what_it_promises(reference: Path) -> None:
 
 
 def test_four_workers_give_the_same_bits_as_one(finished: dict[int, Path]) -> None:
-    assert results(finished[4]) == results(finished[1])
-    assert pictures(finished[4]) == pictures(finished[1])
-    assert checksum(finished[4]) == checksum(finished[1])
+    assert_same_bits(finished[4], finished[1])
 
 
 @pytest.mark.long
@@ -138,8 +142,8 @@ def test_two_workers_give_the_same_bits_as_one(
     run_dir = tmp_path / "run"
     command = start(config_of(run_dir, "rollout.workers=2", "rollout.cpus_per_worker=0.25"))
     assert command.wait() == 0, command.text
-    assert results(run_dir) == results(reference)
-    assert checksum(run_dir) == checksum(reference)
+    assert command.left_over() == []
+    assert_same_bits(run_dir, reference)
 
 
 def test_one_step_off_trains_on_groups_one_version_old(start: Start, tmp_path: Path) -> None:
@@ -181,9 +185,7 @@ def test_ctrl_c_saves_leaves_no_process_and_resume_ends_as_if_nothing_had_been(
 
     resumed = start(config_of(run_dir), "--resume", "auto")
     assert resumed.wait() == 0, resumed.text
-    assert results(run_dir) == results(reference)
-    assert pictures(run_dir) == pictures(reference)
-    assert checksum(run_dir) == checksum(reference)
+    assert_same_bits(run_dir, reference)
 
 
 def test_more_workers_than_cpus_is_said_at_once(start: Start, tmp_path: Path) -> None:
