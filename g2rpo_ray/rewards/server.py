@@ -76,8 +76,8 @@ class RewardServer:
         merged = torch.cat([request.pictures for request in requests])
         prompts = [r.prompt for r, size in zip(requests, sizes, strict=True) for _ in range(size)]
         answer = self._answer(merged, prompts)
-        if isinstance(answer, ScorerError):
-            # One bad request must not fail those it met.
+        if isinstance(answer, ScorerError) or not answer.scores.isfinite().all():
+            # One bad request must not fail those it met, nor leave NaN in a pass they shared.
             return [self._answer(request.pictures, [request.prompt]) for request in requests]
         parts = answer.scores.split(sizes)
         return [replace(answer, scores=part) for part in parts]

@@ -202,9 +202,19 @@ def test_no_retries_when_none_are_configured(servers: Servers) -> None:
     assert servers.calls("raise without retry") == 1
 
 
-def test_good_requests_that_meet_a_bad_one_keep_their_scores(servers: Servers) -> None:
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        ["good a", "raise b", "good c", "few d", "good e", "nan f", "good g", "type h"],
+        # Passes of three pictures are cut inside requests, and NaN comes for the first of a pass.
+        ["good i", "nan j", "good k", "nan l"],
+    ],
+    ids=["all kinds", "only NaN"],
+)
+def test_good_requests_that_meet_a_bad_one_keep_their_scores(
+    servers: Servers, prompts: list[str]
+) -> None:
     client = servers.with_settings(stop_on_invalid=False, retries=0).client
-    prompts = ["good a", "raise b", "good c", "few d", "good e", "nan f", "good g", "type h"]
     # The first occupies the replica, so that the others meet.
     submitted = [client.submit(7, p, PICTURES, ["merging"]) for p in ["hang first", *prompts]]
     results = [pending.result()["merging"] for pending in submitted[1:]]
