@@ -40,6 +40,7 @@ from g2rpo_ray.rollout.crew import SyncWorkers
 from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.weight_sync import (
     ObjectStoreSync,
+    Peer,
     SyncReport,
     WeightSync,
     WeightSyncError,
@@ -64,16 +65,16 @@ class Roles:
         report: SyncReport = self.pool.sync(self._send)
         return report
 
-    def _send(self, workers: Sequence[ActorHandle]) -> SyncReport:
+    def _send(self, receivers: Sequence[Peer]) -> SyncReport:
         # The lock: while a newcomer is sent to, no update may come between weights and version.
         with self.learner.lock:
             try:
-                return self.weight_sync.sync(self.learner, workers, self.learner.version)
+                return self.weight_sync.sync(self.learner, receivers, self.learner.version)
             except WeightSyncError:
                 # A transport talks to the ranks itself: one of them may be the cause.
                 if not self.learner.heal():
                     raise
-                return self.weight_sync.sync(self.learner, workers, self.learner.version)
+                return self.weight_sync.sync(self.learner, receivers, self.learner.version)
 
     def weights_of_now(self, timeout_s: float) -> SyncWorkers:
         """The learner's weights, put into the object store; what is returned sends them, verified.
@@ -84,7 +85,7 @@ class Roles:
         with self.learner.lock:
             version = self.learner.version
             expected, weights = self.learner.export_weight_refs(version)
-        return lambda workers: transport.send(expected, weights, workers, version)
+        return lambda receivers: transport.send(expected, weights, receivers, version)
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from g2rpo_ray.models.weights import receipt, trainable_parameters
 from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.rollout.worker import HeldoutDraw
 from g2rpo_ray.sample import weights_in
-from g2rpo_ray.weight_sync import SyncReport
-from g2rpo_ray.weight_sync.base import verify
+from g2rpo_ray.weight_sync import ObjectStoreSync
 
 PROMPTS_PER_WORKER = 8
 """Prompts drawn between two writes to the folder: what a kill can lose."""
@@ -103,13 +102,9 @@ class Drawing:
             return
         tensors = base_weights(self.config) if wanted is None else weights_in(self.config, wanted)
         self._version += 1
-        expected, reference = receipt(self._version, tensors), ray.put(tensors)
-
-        def send(workers: Sequence[ActorHandle]) -> SyncReport:
-            answers = [w.receive_weights.remote(expected.version, reference) for w in workers]
-            return verify(expected, ray.get(answers, timeout=self.config.weight_sync.timeout_s))
-
-        self.pool.sync(send)
+        expected, reference = ray.put(receipt(self._version, tensors)), ray.put(tensors)
+        transport, version = ObjectStoreSync(self.config.weight_sync.timeout_s), self._version
+        self.pool.sync(lambda receivers: transport.send(expected, reference, receivers, version))
         self._held = weights
 
     def _waiting(self, _done: int, _total: int) -> None:

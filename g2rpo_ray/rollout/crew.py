@@ -16,6 +16,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.errors import InputError, RunError
 from g2rpo_ray.postmortem import Place, first_line, own_place, report
 from g2rpo_ray.rollout.worker import RolloutWorker, Scoring
+from g2rpo_ray.weight_sync import Peer, SyncReport
 
 NODE_FAILURES = 3
 """A node where so many workers failed in a row, with no task done between, is avoided."""
@@ -24,8 +25,8 @@ PING_S = 15.0
 
 Hire = Callable[[Sequence[str]], Any]
 """Starts an actor on any node but those named."""
-SyncWorkers = Callable[[Sequence[ActorHandle]], Any]
-"""Sends the weights of now to these workers and verifies their answers; gives a SyncReport."""
+SyncWorkers = Callable[[Sequence[Peer]], SyncReport]
+"""Sends the weights of now to these workers and verifies their answers."""
 
 
 class RolloutError(RunError):
@@ -88,6 +89,11 @@ class Member:
     @property
     def name(self) -> str:
         return f"{self.role} {self.number}" + (f" ({self.place})" if self.place else "")
+
+    @property
+    def peer(self) -> Peer:
+        """As a receiver of weights."""
+        return Peer(self.name, self.handle)
 
 
 @dataclass(frozen=True)
@@ -257,7 +263,7 @@ class Crew:
         if member.place is not None:
             self._node_failures.pop(member.place.node_id, None)
 
-    def sync_all(self, sync: SyncWorkers) -> Any:
+    def sync_all(self, sync: SyncWorkers) -> SyncReport:
         """Send to every worker that has loaded its models; newcomers will get the same from now.
 
         Raises:
@@ -269,11 +275,11 @@ class Crew:
         try:
             self._sync = sync
             receivers = self.ready
-            result = sync([member.handle for member in receivers])
-            self._weight_version = result.version
+            report = sync([member.peer for member in receivers])
+            self._weight_version = report.version
             for member in receivers:
-                member.weight_version = result.version
-            return result
+                member.weight_version = report.version
+            return report
         finally:
             self._sync_lock.release()
 
@@ -296,7 +302,7 @@ class Crew:
         future: Future = Future()
         with self._sync_lock:
             try:
-                future.set_result(sync([member.handle]))
+                future.set_result(sync([member.peer]))
             except Exception as error:  # noqa: BLE001  (handed to the thread that tends the crew)
                 future.set_exception(error)
             self._events.put(Event(member.number, "joined", -1, future, time.monotonic()))

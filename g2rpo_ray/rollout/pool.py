@@ -30,6 +30,7 @@ from g2rpo_ray.rollout.worker import (
     RolloutSummary,
     Scoring,
 )
+from g2rpo_ray.weight_sync import SyncReport, WeightSyncError
 
 POLL_S = 0.5
 WAIT_LINE_S = 30.0
@@ -119,7 +120,7 @@ class RolloutPool:
         """End every worker."""
         self._crew.close()
 
-    def sync(self, sync_workers: SyncWorkers) -> Any:
+    def sync(self, sync_workers: SyncWorkers) -> SyncReport:
         """Bring new weights to every worker, and to every one that joins later, before its work.
 
         Args:
@@ -131,12 +132,12 @@ class RolloutPool:
         for attempt in range(1, SYNC_ROUNDS + 1):
             while not self._crew.ready_count:
                 self._next_event()
-            receivers = self._crew.ready
             try:
                 return self._crew.sync_all(sync_workers)
-            except RunError as error:
-                named = [receivers[index] for index in getattr(error, "workers", ())]
-                failed = named or self._crew.silent(receivers)
+            except WeightSyncError as error:
+                ready = self._crew.ready
+                named = [member for member in ready if member.peer in error.receivers]
+                failed = named or self._crew.silent(ready)
                 if not failed or attempt == SYNC_ROUNDS:
                     raise
                 for member in failed:

@@ -1,6 +1,6 @@
 """Weight sync: trained weights from the learner to every rollout worker, proven to have arrived."""
 
-from g2rpo_ray.weight_sync.base import SyncReport, WeightSync, WeightSyncError
+from g2rpo_ray.weight_sync.base import Peer, SyncReport, WeightSync, WeightSyncError
 from g2rpo_ray.weight_sync.choice import make_weight_sync
 from g2rpo_ray.weight_sync.nccl import NcclSync
 from g2rpo_ray.weight_sync.object_store import ObjectStoreSync
@@ -8,6 +8,7 @@ from g2rpo_ray.weight_sync.object_store import ObjectStoreSync
 __all__ = [
     "NcclSync",
     "ObjectStoreSync",
+    "Peer",
     "SyncReport",
     "WeightSync",
     "WeightSyncError",

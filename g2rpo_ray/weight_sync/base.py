@@ -14,17 +14,26 @@ if TYPE_CHECKING:
     from g2rpo_ray.learner.group import LearnerGroup
 
 
+@dataclass(frozen=True)
+class Peer:
+    """An actor that sends or receives weights."""
+
+    name: str
+    """For messages."""
+    handle: ActorHandle
+
+
 class WeightSyncError(RunError):
-    """A rollout worker does not hold the learner's weights; it must not go on with them.
+    """A worker does not hold the learner's weights; it must not go on with them.
 
     Args:
-        workers: places in the list of receivers of those at fault; they can be replaced. None are
-            named where the fault is not a receiver's, or nobody knows whose.
+        receivers: those at fault; they can be replaced. None are named where the fault is not a
+            receiver's, or nobody knows whose.
     """
 
-    def __init__(self, message: str, workers: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, receivers: Sequence[Peer] = ()) -> None:
         super().__init__(message)
-        self.workers = list(workers)
+        self.receivers = list(receivers)
 
 
 @dataclass(frozen=True)
@@ -38,34 +47,39 @@ class SyncReport:
 
 
 class WeightSync(ABC):
-    """A way to bring the learner's weights to the rollout workers."""
+    """A way to bring the learner's weights to the workers."""
 
     @abstractmethod
-    def sync(
-        self, learner: "LearnerGroup", workers: Sequence[ActorHandle], version: int
-    ) -> SyncReport:
-        """Send version ``version`` to these rollout workers and verify each one's answer.
+    def sync(self, learner: "LearnerGroup", receivers: Sequence[Peer], version: int) -> SyncReport:
+        """Send version ``version`` to these workers and verify each one's answer.
 
-        The workers may be others than last time: some died, or one joined and is sent to alone.
+        They may be others than last time: some died, or one joined and is sent to alone.
 
         Raises:
             WeightSyncError: a worker did not answer in time, or holds something else.
         """
 
 
-def verify(expected: WeightReceipt, answers: Sequence[WeightReceipt]) -> SyncReport:
+def verify(
+    expected: WeightReceipt, receivers: Sequence[Peer], answers: Sequence[WeightReceipt]
+) -> SyncReport:
     """Compare what every receiver holds with what the learner sent.
+
+    Args:
+        answers: of the receivers, in their order.
 
     Raises:
         WeightSyncError: nothing was sent, or an answer differs; the receiver and both are named.
     """
     if expected.tensors == 0:
         raise WeightSyncError("weight sync sent no tensor: the model has nothing that is trained")
-    wrong = [worker for worker, answer in enumerate(answers) if answer != expected]
+    held = zip(receivers, answers, strict=True)
+    wrong = [(receiver, answer) for receiver, answer in held if answer != expected]
     if wrong:
+        receiver, answer = wrong[0]
         raise WeightSyncError(
-            f"rollout worker {wrong[0]} holds other weights than the learner sent: "
-            f"{answers[wrong[0]]} instead of {expected}",
-            wrong,
+            f"{receiver.name} holds other weights than the learner sent: "
+            f"{answer} instead of {expected}",
+            [receiver for receiver, _ in wrong],
         )
     return SyncReport(expected.version, expected.tensors, expected.bytes, expected.checksum)

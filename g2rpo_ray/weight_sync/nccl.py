@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.actor import ActorHandle
 
 from g2rpo_ray.models.weights import TensorLayout, receipt_of
-from g2rpo_ray.weight_sync.base import SyncReport, WeightSync, WeightSyncError, verify
+from g2rpo_ray.weight_sync.base import Peer, SyncReport, WeightSync, WeightSyncError, verify
 from g2rpo_ray.weight_sync.broadcast import (
     GivenUpError,
     Meeting,
@@ -24,15 +23,9 @@ GRACE_S = 15.0
 
 
 @dataclass(frozen=True)
-class _Member:
-    name: str
-    handle: ActorHandle
-
-
-@dataclass(frozen=True)
 class _Group:
     meeting: Meeting
-    members: list[_Member]
+    members: list[Peer]
     layout: list[TensorLayout]
 
 
@@ -48,15 +41,13 @@ class NcclSync(WeightSync):
         self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
         self._group: _Group | None = None
 
-    def sync(
-        self, learner: "LearnerGroup", workers: Sequence[ActorHandle], version: int
-    ) -> SyncReport:
+    def sync(self, learner: "LearnerGroup", receivers: Sequence[Peer], version: int) -> SyncReport:
         members = [
-            _Member(f"learner rank {rank}", handle)
+            Peer(f"learner rank {rank}", handle)
             for rank, handle in enumerate(learner.weight_senders)
         ]
         senders = len(members)
-        members += [_Member(f"rollout worker {n}", worker) for n, worker in enumerate(workers)]
+        members += receivers
         if self._group is None or self._group.members != members:
             self._leave(members)
             self._group = self._form(members, senders)
@@ -69,9 +60,9 @@ class NcclSync(WeightSync):
             group.meeting,
         )
         sums = [sum(parts) for parts in zip(*answers[:senders], strict=True)]
-        return verify(receipt_of(version, group.layout, sums), answers[senders:])
+        return verify(receipt_of(version, group.layout, sums), receivers, answers[senders:])
 
-    def _form(self, members: list[_Member], senders: int) -> _Group:
+    def _form(self, members: list[Peer], senders: int) -> _Group:
         try:
             address, port = ray.get(
                 members[0].handle.open_weight_store.remote(self._timeout_s),
@@ -89,7 +80,7 @@ class NcclSync(WeightSync):
         )
         return _Group(meeting, members, layouts[0])
 
-    def _leave(self, members: list[_Member]) -> None:
+    def _leave(self, members: list[Peer]) -> None:
         """Let those who stay leave the group as it was; the others are dead or on their way out."""
         if self._group is None:
             return
@@ -102,7 +93,7 @@ class NcclSync(WeightSync):
         self,
         what: str,
         refs: list[ray.ObjectRef],
-        members: list[_Member],
+        members: list[Peer],
         meeting: Meeting,
     ) -> list[Any]:
         """Every member's answer. The first failure is told to the others, who give up then.
@@ -137,7 +128,7 @@ class NcclSync(WeightSync):
             at_fault = {member for cause in roots for member in cause.members}
             raise WeightSyncError(
                 f"{what} failed: {'; '.join(cause.text for cause in roots)}",
-                sorted(m - meeting.senders for m in at_fault if m >= meeting.senders),
+                [members[m] for m in sorted(at_fault) if m >= meeting.senders],
             )
         return ray.get(refs)
 

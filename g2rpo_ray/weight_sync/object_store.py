@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import ray
-from ray.actor import ActorHandle
 
-from g2rpo_ray.weight_sync.base import SyncReport, WeightSync, WeightSyncError, verify
+from g2rpo_ray.weight_sync.base import Peer, SyncReport, WeightSync, WeightSyncError, verify
 
 if TYPE_CHECKING:
     from g2rpo_ray.learner.group import LearnerGroup
@@ -18,41 +17,40 @@ class ObjectStoreSync(WeightSync):
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def sync(
-        self, learner: "LearnerGroup", workers: Sequence[ActorHandle], version: int
-    ) -> SyncReport:
+    def sync(self, learner: "LearnerGroup", receivers: Sequence[Peer], version: int) -> SyncReport:
         expected, weights = learner.export_weight_refs(version)
-        return self.send(expected, weights, workers, version)
+        return self.send(expected, weights, receivers, version)
 
     def send(
         self,
         expected: ray.ObjectRef,
         weights: ray.ObjectRef,
-        workers: Sequence[ActorHandle],
+        receivers: Sequence[Peer],
         version: int,
     ) -> SyncReport:
         """As ``sync``, of weights (and their receipt) that are in the object store already."""
-        answers = [worker.receive_weights.remote(version, weights) for worker in workers]
+        answers = [peer.handle.receive_weights.remote(version, weights) for peer in receivers]
         ray.wait(answers, num_returns=len(answers), timeout=self._timeout_s)
-        silent = [worker for worker, answer in enumerate(answers) if not _is_there(answer)]
+        asked = list(zip(receivers, answers, strict=True))
+        silent = [peer for peer, answer in asked if not _is_there(answer)]
         if silent:
             raise WeightSyncError(
                 f"weight sync of version {version} did not end within {self._timeout_s:g} s "
-                f"(weight_sync.timeout_s) at rollout worker {silent[0]}",
+                f"(weight_sync.timeout_s) at {silent[0].name}",
                 silent,
             )
         receipts, failed, causes = [], [], []
-        for worker, answer in enumerate(answers):
+        for peer, answer in asked:
             try:
                 receipts.append(ray.get(answer))
             except ray.exceptions.RayError as error:
-                failed.append(worker)
+                failed.append(peer)
                 causes.append(error)
         if failed:
             raise WeightSyncError(
-                f"weight sync of version {version} failed: {causes[0]}", failed
+                f"weight sync of version {version} failed at {failed[0].name}: {causes[0]}", failed
             ) from causes[0]
-        return verify(ray.get(expected, timeout=self._timeout_s), receipts)
+        return verify(ray.get(expected, timeout=self._timeout_s), receivers, receipts)
 
 
 def _is_there(answer: ray.ObjectRef) -> bool:

@@ -15,12 +15,30 @@ from g2rpo_ray.evaluation.draw import Drawing, base_weights
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import BASE, EvaluationError, Row, make_rows, parse_weights
 from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder, write_checkpoint
-from g2rpo_ray.models.weights import load_weights
+from g2rpo_ray.models.weights import WeightReceipt, load_weights
 from g2rpo_ray.rollout.worker import HeldoutDraw, HeldoutPictures, RolloutWorker
+from g2rpo_ray.weight_sync.base import Peer, verify
 from tests.tiny import Redness, encode, tiny_config
 
 STEPS, HYBRID, PICTURES = 4, 0.5, 2
 PROMPTS = [(0, "a red circle left of a green triangle"), (1, "a blue square above a yellow circle")]
+
+
+class LocalSync:
+    """The transport without an object store."""
+
+    def __init__(self, timeout_s: float) -> None:
+        pass
+
+    def send(
+        self,
+        expected: WeightReceipt,
+        weights: dict[str, Tensor],
+        receivers: Sequence[Peer],
+        version: int,
+    ) -> None:
+        answers = [peer.handle.receive_weights(version, weights) for peer in receivers]
+        verify(expected, receivers, answers)
 
 
 class LocalPool:
@@ -28,17 +46,13 @@ class LocalPool:
 
     def __init__(self, worker: RolloutWorker) -> None:
         self.worker = worker
-        self.workers = [self]
-        self.receive_weights = SimpleNamespace(remote=self._receive)
+        self.workers = [worker]
         self.loads = 0
         self.drawn: list[int] = []
 
-    def _receive(self, version: int, weights: dict[str, Tensor]) -> Any:
-        self.loads += 1
-        return self.worker.receive_weights(version, weights)
-
     def sync(self, send: Any) -> None:
-        send(self.workers)
+        self.loads += 1
+        send([Peer("worker", self.worker)])
 
     def evaluate(
         self, prompts: Sequence[Any], _: Any, draw: HeldoutDraw, latents: Sequence[Any] = ()
@@ -53,8 +67,8 @@ class LocalPool:
 
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    local = SimpleNamespace(put=lambda value: value, get=lambda value, timeout: value)  # noqa: ARG005
-    monkeypatch.setattr(draw_module, "ray", local)
+    monkeypatch.setattr(draw_module, "ray", SimpleNamespace(put=lambda value: value))
+    monkeypatch.setattr(draw_module, "ObjectStoreSync", LocalSync)
     # One prompt between two writes.
     monkeypatch.setattr(draw_module, "PROMPTS_PER_WORKER", 1)
 

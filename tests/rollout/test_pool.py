@@ -14,7 +14,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.rollout.crew import NODE_FAILURES, RolloutError, RolloutStartError
 from g2rpo_ray.rollout.pool import POLL_S, RolloutPool
 from g2rpo_ray.rollout.worker import BrokenLatentsError, RolloutSummary
-from g2rpo_ray.weight_sync import SyncReport, WeightSyncError
+from g2rpo_ray.weight_sync import Peer, SyncReport, WeightSyncError
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -163,9 +163,9 @@ def test_the_others_do_not_wait_for_a_dead_worker(pools: Pools) -> None:
     assert len(pool.workers) == 1
 
 
-def send(workers: Sequence[Any], version: int = 5) -> SyncReport:
-    answers = ray.get([worker.receive_weights.remote(version) for worker in workers])
-    wrong = [place for place, answer in enumerate(answers) if answer != version]
+def send(receivers: Sequence[Peer], version: int = 5) -> SyncReport:
+    answers = ray.get([peer.handle.receive_weights.remote(version) for peer in receivers])
+    wrong = [peer for peer, answer in zip(receivers, answers, strict=True) if answer != version]
     if wrong:
         raise WeightSyncError("another checksum", wrong)
     return SyncReport(version, 1, 1, "")
@@ -196,7 +196,7 @@ def test_a_sync_that_nobody_can_be_blamed_for_stops_the_run(pools: Pools) -> Non
     pool = pools("rollout.workers=1")
     pool.wait_until_ready()
 
-    def fail(_workers: Sequence[Any]) -> SyncReport:
+    def fail(_receivers: Sequence[Peer]) -> SyncReport:
         raise WeightSyncError("sent no tensor")
 
     with pytest.raises(WeightSyncError, match="sent no tensor"):

@@ -14,7 +14,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.learner.worker import Learner
 from g2rpo_ray.models.weights import TensorLayout, WeightReceipt, receipt, trainable_parameters
 from g2rpo_ray.rollout.worker import RolloutWorker
-from g2rpo_ray.weight_sync import NcclSync, WeightSyncError
+from g2rpo_ray.weight_sync import NcclSync, Peer, WeightSyncError
 from g2rpo_ray.weight_sync.broadcast import plan_buckets, shard_bytes
 from tests.tiny import Redness, tiny_config
 
@@ -68,7 +68,8 @@ class Ranks:
     def sync(self, transport: NcclSync, workers: list[ActorHandle], version: int) -> WeightReceipt:
         """Change the weights, send them, and check that every worker holds them."""
         whole = self.call("add", 0.25)[0]
-        report = transport.sync(self, workers, version)  # type: ignore[arg-type]
+        receivers = [Peer(f"rollout worker {number}", w) for number, w in enumerate(workers)]
+        report = transport.sync(self, receivers, version)  # type: ignore[arg-type]
         assert (report.version, report.tensors) == (version, whole.tensors)
         assert (report.bytes, report.checksum) == (whole.bytes, whole.checksum)
         assert ray.get([w.holds.remote() for w in workers]) == [whole] * len(workers)
@@ -134,7 +135,7 @@ def test_a_worker_that_hangs_is_named_and_the_next_sync_goes_through(
     with pytest.raises(WeightSyncError) as caught:
         ranks.sync(transport, workers, 2)
     assert "missing: rollout worker 1" in str(caught.value)
-    assert caught.value.workers == [1]
+    assert [peer.handle for peer in caught.value.receivers] == [workers[1]]
     assert "given up" not in str(caught.value)
     ray.get(workers[1].hang.remote(0))
     ranks.sync(transport, workers, 3)
@@ -152,7 +153,7 @@ def test_a_worker_that_dies_is_named_and_the_others_go_on(
     with pytest.raises(WeightSyncError, match="rollout worker 2 died") as caught:
         ranks.sync(transport, [*workers, doomed], 2)
     assert "learner rank" not in str(caught.value)
-    assert caught.value.workers == [2]
+    assert [peer.handle for peer in caught.value.receivers] == [doomed]
     assert time.monotonic() - started_s < 60
     ray.get(workers[0].hang.remote(0))
     ranks.sync(transport, workers, 3)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import ray
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.weights import WeightReceipt, receipt
-from g2rpo_ray.weight_sync import ObjectStoreSync, SyncReport, WeightSyncError
+from g2rpo_ray.weight_sync import ObjectStoreSync, Peer, SyncReport, WeightSyncError
 from g2rpo_ray.weight_sync.base import verify
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
@@ -39,10 +38,9 @@ class Receiver:
 
 
 @dataclass
-class Roles:
-    """The two sides, as far as a transport sees them."""
+class Sender:
+    """The learner, as far as a transport sees it."""
 
-    workers: list[Any]
     weights: dict[str, Tensor]
 
     def export_weight_refs(self, version: int) -> tuple[ray.ObjectRef, ray.ObjectRef]:
@@ -61,8 +59,8 @@ def sync(ray_cluster: None) -> Iterator[Sync]:  # noqa: ARG001
         behaviour: str, weights: dict[str, Tensor] = WEIGHTS, timeout_s: float = 60
     ) -> SyncReport:
         ray.get([workers[0].behave.remote("well"), workers[1].behave.remote(behaviour)])
-        roles = Roles(workers, weights)
-        return ObjectStoreSync(timeout_s).sync(roles, roles.workers, 3)  # type: ignore[arg-type]
+        receivers = [Peer(f"worker {number}", worker) for number, worker in enumerate(workers)]
+        return ObjectStoreSync(timeout_s).sync(Sender(weights), receivers, 3)  # type: ignore[arg-type]
 
     yield send
     for worker in workers:
@@ -76,12 +74,13 @@ def test_every_receiver_holds_what_was_sent(sync: Sync) -> None:
 def test_a_receiver_with_other_weights_is_named(sync: Sync) -> None:
     with pytest.raises(WeightSyncError) as caught:
         sync("garble")
-    assert "rollout worker 1 holds other weights than the learner sent" in str(caught.value)
+    assert [peer.name for peer in caught.value.receivers] == ["worker 1"]
+    assert "worker 1 holds other weights than the learner sent" in str(caught.value)
     assert SENT.checksum in str(caught.value)
 
 
 def test_a_receiver_that_raises_stops_the_run(sync: Sync) -> None:
-    with pytest.raises(WeightSyncError, match="version 3 failed") as caught:
+    with pytest.raises(WeightSyncError, match="version 3 failed at worker 1") as caught:
         sync("raise")
     assert "no such tensor" in str(caught.value)
 
@@ -89,7 +88,7 @@ def test_a_receiver_that_raises_stops_the_run(sync: Sync) -> None:
 def test_a_receiver_that_hangs_is_named_with_the_setting(sync: Sync) -> None:
     with pytest.raises(WeightSyncError) as caught:
         sync("hang", timeout_s=0.3)
-    assert "did not end within 0.3 s (weight_sync.timeout_s)" in str(caught.value)
+    assert "did not end within 0.3 s (weight_sync.timeout_s) at worker 1" in str(caught.value)
 
 
 def test_sending_nothing_is_no_success(sync: Sync) -> None:
@@ -108,7 +107,7 @@ def test_sending_nothing_is_no_success(sync: Sync) -> None:
 )
 def test_any_difference_stops_the_run_and_both_sides_are_shown(answer: WeightReceipt) -> None:
     with pytest.raises(WeightSyncError) as caught:
-        verify(SENT, [SENT, SENT, answer])
-    assert "rollout worker 2" in str(caught.value)
+        verify(SENT, [Peer(name, None) for name in "abc"], [SENT, SENT, answer])
+    assert "c holds other weights" in str(caught.value)
     assert str(answer) in str(caught.value)
     assert str(SENT) in str(caught.value)
