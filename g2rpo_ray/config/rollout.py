@@ -118,7 +118,8 @@ class RewardSection(Section):
     """Requests that may share a pass. Above 1 is faster under load, but then rounding depends on
     which requests met."""
     timeout_s: float = Field(300.0, gt=0)
-    """A request that takes longer counts as failed."""
+    """A request that takes longer counts as failed. A replica whose scorer hangs for so long is
+    replaced."""
     retries: int = Field(2, ge=0)
     """Further tries of a failed request. Replicas that die are no tries: within ``timeout_s`` the
     request is sent again, after pauses that double."""
@@ -129,7 +130,7 @@ class RewardSection(Section):
     downscale_delay_s: float = Field(60.0, ge=0)
     """How long there are fewer before replicas are ended."""
     health_timeout_s: float = Field(30.0, gt=0)
-    """A replica that does not answer Serve for so long is replaced."""
+    """A replica whose process does not answer Serve for so long is replaced."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

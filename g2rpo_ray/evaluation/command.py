@@ -95,10 +95,7 @@ def _with_diversity(config: Config) -> Config:
     clip = next((r for _, r in sorted(config.rewards.items()) if r.kind == "clip"), None)
     if config.evaluation.pictures_per_prompt < 2 or clip is None:
         return config
-    size = config.evaluation.pictures_per_prompt
-    diversity: RewardSection = clip.model_copy(
-        update={"kind": DIVERSITY, "weight": 0.0, "batch_size": size, "merge_requests": 1}
-    )
+    diversity: RewardSection = clip.model_copy(update={"kind": DIVERSITY, "weight": 0.0})
     return config.model_copy(update={"rewards": config.rewards | {DIVERSITY: diversity}})
 
 

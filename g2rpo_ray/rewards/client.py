@@ -86,6 +86,8 @@ class PendingScores:
                 answer = response.result(timeout_s=remaining_s)
                 cause = self._fault_of(answer)
             except TimeoutError:
+                # Else the replica would score it all the same, before those that wait.
+                response.cancel()
                 cause = f"no answer within {reward.timeout_s:g} s (rewards.{name}.timeout_s)"
             except (RayServeException, ray.exceptions.RayError) as error:
                 # No try of the scorer: Serve replaces a dead replica, which takes its time.

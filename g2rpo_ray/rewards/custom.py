@@ -43,6 +43,7 @@ class PythonScorer(RewardScorer):
         except ValidationError as error:
             raise ScorerError(f"python scorer {options.target!r}: its options: {error}") from error
         self._scorer = cls(own_options, device)
+        self.compares_pictures = self._scorer.compares_pictures
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         return self._scorer.score(pictures, prompts)

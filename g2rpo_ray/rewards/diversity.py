@@ -16,6 +16,7 @@ class DiversityScorer(ClipScorer):
     """
 
     kind = "diversity"
+    compares_pictures = True
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         features = self._features.image(pictures).cpu()

@@ -24,6 +24,9 @@ class RewardScorer(ABC):
 
     kind: ClassVar[str]
     """Name in ``rewards.<name>.kind``."""
+    compares_pictures: bool = False
+    """Whether a score depends on the other pictures of its request, which then stays whole: neither
+    cut into passes nor merged with others."""
 
     @abstractmethod
     def __init__(self, options: Section, device: str) -> None:

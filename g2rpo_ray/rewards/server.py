@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from ray import serve
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 REQUESTS_PER_REPLICA = 32
 AUTOSCALING_INTERVAL_S = 2.0
+LONGEST_PROBE_INTERVAL_S = 10.0
 _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -61,7 +63,8 @@ class RewardServer:
         self._name, self._reward = name, reward
         self._scorer = make_scorer(reward.kind, reward.options, device)
         self._replica, self._busy_s = serve.get_replica_context().replica_id.unique_id, 0.0
-        self.score.set_max_batch_size(reward.merge_requests)
+        whole = self._scorer.compares_pictures
+        self.score.set_max_batch_size(1 if whole else reward.merge_requests)
 
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.005)
     async def score(self, requests: list[ScoreRequest]) -> list[ScoreAnswer | ScorerError]:
@@ -70,8 +73,8 @@ class RewardServer:
             return self._answers(requests)
 
     def _answers(self, requests: list[ScoreRequest]) -> list[ScoreAnswer | ScorerError]:
-        if len(requests) == 1:
-            return [self._answer(requests[0].pictures, [requests[0].prompt])]
+        if len(requests) == 1 or len({request.pictures.shape[1:] for request in requests}) > 1:
+            return [self._answer(request.pictures, [request.prompt]) for request in requests]
         sizes = [len(request.pictures) for request in requests]
         merged = torch.cat([request.pictures for request in requests])
         prompts = [r.prompt for r, size in zip(requests, sizes, strict=True) for _ in range(size)]
@@ -86,7 +89,7 @@ class RewardServer:
         if len(prompts) == 1:
             prompts = prompts * len(pictures)
         started_s = time.perf_counter()
-        size = self._reward.batch_size
+        size = len(pictures) if self._scorer.compares_pictures else self._reward.batch_size
         parts = []
         try:
             check_request(pictures, prompts)
@@ -161,7 +164,7 @@ def _deployment(name: str, reward: RewardSection) -> serve.Application:
         ray_actor_options={
             "num_cpus": reward.cpus_per_replica,
             "num_gpus": reward.gpus_per_replica,
-            "runtime_env": reward.runtime_env,
+            "runtime_env": _with_probe(reward),
             "label_selector": reward.label_selector,
         },
         autoscaling_config=AutoscalingConfig(
@@ -178,6 +181,23 @@ def _deployment(name: str, reward: RewardSection) -> serve.Application:
         health_check_timeout_s=reward.health_timeout_s / 6,
     )(RewardServer)
     return deployment.bind(name, reward)
+
+
+def _with_probe(reward: RewardSection) -> dict[str, Any]:
+    """The replica's runtime environment, in which Serve gives up a scorer that hangs.
+
+    Serve's health check does not wait for the scorer's thread; its probe of that thread waits for
+    minutes, three times, where these variables are not set.
+    """
+    probe = {
+        "RAY_SERVE_USER_HEALTH_CHECK_PROBE_TIMEOUT_S": str(reward.timeout_s),
+        "RAY_SERVE_USER_HEALTH_CHECK_PROBE_INTERVAL_S": str(
+            min(reward.timeout_s, LONGEST_PROBE_INTERVAL_S)
+        ),
+        "RAY_SERVE_USER_HEALTH_CHECK_PROBE_MAX_FAIL": "1",
+    }
+    variables = probe | reward.runtime_env.get("env_vars", {})
+    return reward.runtime_env | {"env_vars": variables}
 
 
 def _wait_until_running(apps: dict[str, str], deadline: float) -> None:

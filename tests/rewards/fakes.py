@@ -11,6 +11,7 @@ from g2rpo_ray.config import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
 
 HANG_S = 2.0
+STUCK_S = 3600.0
 
 
 class ObedientScorer(RewardScorer):
@@ -40,6 +41,8 @@ class ObedientScorer(RewardScorer):
             raise TimeoutError("after a while")
         if "once" in wishes and self._calls_of("once") == 1:
             raise ConnectionError("only the first time")
+        if "stick" in wishes and self._calls_of("stick") == 1:
+            time.sleep(STUCK_S)
         if "hang" in wishes:
             time.sleep(HANG_S)
         if "nan" in wishes:
@@ -58,6 +61,20 @@ class ObedientScorer(RewardScorer):
 
     def _calls_of(self, word: str) -> int:
         return sum(f"\t{word}" in line for line in self._log.read_text().splitlines())
+
+
+class CountingScorer(RewardScorer):
+    """Scores how many pictures it sees at a time: one that compares them."""
+
+    kind = "counting"
+    compares_pictures = True
+
+    def __init__(self, options: Section, device: str) -> None:
+        pass
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        time.sleep(0.2)
+        return torch.full((len(prompts),), float(len(pictures)))
 
 
 class NoScorer:

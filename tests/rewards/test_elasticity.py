@@ -4,7 +4,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -53,14 +54,14 @@ def score(client: RewardClient, prompt: str, count: int) -> None:
 def test_replicas_follow_the_load(client: RewardClient) -> None:
     started_s = time.monotonic()
     seen: list[tuple[float, int]] = []
-    load = Thread(target=score, args=(client, "hang", 24))
-    load.start()
     deadline_s = started_s + 150
-    while (load.is_alive() or replicas() > 1) and time.monotonic() < deadline_s:
-        if not seen or seen[-1][1] != replicas():
-            seen.append((round(time.monotonic() - started_s, 1), replicas()))
-        time.sleep(0.2)
-    load.join()
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(score, client, "hang", 24)
+        while (not load.done() or replicas() > 1) and time.monotonic() < deadline_s:
+            if not seen or seen[-1][1] != replicas():
+                seen.append((round(time.monotonic() - started_s, 1), replicas()))
+            time.sleep(0.2)
+    load.result()
     seen.append((round(time.monotonic() - started_s, 1), replicas()))
     print("replicas over time (s, replicas):", seen)
     counts = [count for _, count in seen]
@@ -79,12 +80,32 @@ def replica_processes() -> list[psutil.Process]:
 
 
 def test_a_replica_that_dies_costs_no_score(client: RewardClient) -> None:
-    load = Thread(target=score, args=(client, "hang again", 2))
-    load.start()
-    time.sleep(0.5)
-    victims = replica_processes()
-    assert victims
-    os.kill(victims[0].pid, signal.SIGKILL)
-    load.join()
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(score, client, "hang again", 2)
+        time.sleep(0.5)
+        victims = replica_processes()
+        assert victims
+        os.kill(victims[0].pid, signal.SIGKILL)
+    load.result()
     pending = client.submit(0, "well again", PICTURES, ["mine"])
     assert torch.allclose(pending.result()["mine"], torch.ones(4))
+
+
+@pytest.mark.long
+def test_a_replica_whose_scorer_hangs_is_replaced(ray_cluster: None, tmp_path: Path) -> None:  # noqa: ARG001
+    log = tmp_path / "calls.log"
+    log.touch()
+    reward = RewardSection(
+        kind="python",
+        options={"target": "tests.rewards.fakes:ObedientScorer", "options": {"log": str(log)}},
+        cpus_per_replica=0.1,
+        # Far longer than the scorer takes, far shorter than it hangs, and than Serve's own probe.
+        timeout_s=5.0,
+        retries=20,
+        health_timeout_s=6.0,
+    )
+    with reward_servers("stuck", {"mine": reward}, 120, private_cluster=False) as handles:
+        client = RewardClient(handles, {"mine": reward}, stop_on_invalid=True)
+        started_s = time.monotonic()
+        score(client, "stick once", 1)
+        print(f"the replica was replaced after {time.monotonic() - started_s:.1f} s")

@@ -13,7 +13,6 @@ from g2rpo_ray.config import RewardSection
 from g2rpo_ray.rewards.client import InvalidRewardError, RewardClient
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.server import reward_servers
-from tests.rewards.fakes import HANG_S
 
 PICTURES = torch.arange(4, dtype=torch.uint8)[:, None, None, None].expand(4, 8, 8, 3) * 60
 BRIGHTNESS = torch.tensor([0.0, 60.0, 120.0, 180.0]) / 255
@@ -23,7 +22,7 @@ RETRIES = 1
 
 @dataclass(frozen=True)
 class Servers:
-    """Two deployments of the obedient scorer, and the lines that they write."""
+    """Two deployments of the obedient scorer, and the lines that they write; one that compares."""
 
     client: RewardClient
     logs: dict[str, Path]
@@ -65,6 +64,13 @@ def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     rewards = {
         "single": obedient(logs["single"], merge_requests=1),
         "merging": obedient(logs["merging"], merge_requests=4),
+        "comparing": RewardSection(
+            kind="python",
+            options={"target": "tests.rewards.fakes:CountingScorer"},
+            cpus_per_replica=0.1,
+            batch_size=3,
+            merge_requests=4,
+        ),
     }
     with reward_servers("test", rewards, start_timeout_s=120, private_cluster=False) as handles:
         yield Servers(RewardClient(handles, rewards, stop_on_invalid=True), logs)
@@ -162,7 +168,7 @@ def test_a_replica_says_how_long_it_has_worked_failed_requests_included(servers:
         # Every try takes 0.2 s, and no answer tells of it.
         servers.score("late")
     assert busy_s("good at last")[replica] - first_s > 0.2 * (RETRIES + 1)
-    assert servers.client.replicas() == len(servers.logs)
+    assert servers.client.replicas() == len(servers.client.rewards)
 
 
 @pytest.mark.parametrize(
@@ -223,17 +229,41 @@ def test_good_requests_that_meet_a_bad_one_keep_their_scores(
             assert torch.allclose(scores, BRIGHTNESS), prompt
         else:
             assert scores.isnan().all(), prompt
-    lines = servers.logs["merging"].read_text().splitlines()
-    assert max(len(line.split("\t")) - 1 for line in lines) > 1, "no two requests met"
+    met = [line.split("\t")[1:] for line in servers.logs["merging"].read_text().splitlines()]
+    assert any(len(set(prompts) & set(line)) > 1 for line in met), "no two requests met"
 
 
-def test_no_answer_in_time_is_named_with_the_setting(servers: Servers) -> None:
-    impatient = servers.with_settings(timeout_s=0.3, retries=0)
-    started_s = time.monotonic()
+def test_requests_of_other_picture_sizes_do_not_fail_each_other(servers: Servers) -> None:
+    sizes = [PICTURES, PICTURES[:, :4], PICTURES.repeat_interleave(2, dim=2)]
+    prompts = [f"good size {number}" for number in range(len(sizes))]
+    first = servers.client.submit(7, "hang before sizes", PICTURES, ["merging"])
+    submitted = [
+        servers.client.submit(7, prompt, pictures, ["merging"])
+        for prompt, pictures in zip(prompts, sizes, strict=True)
+    ]
+    for pending in [first, *submitted]:
+        assert torch.allclose(pending.result()["merging"], BRIGHTNESS)
+        assert pending.measured["merging"]["failures"] == 0
+
+
+def test_a_scorer_that_compares_pictures_gets_each_request_whole_and_alone(
+    servers: Servers,
+) -> None:
+    submitted = [servers.client.submit(7, "same", PICTURES, ["comparing"]) for _ in range(4)]
+    assert [pending.result()["comparing"].tolist() for pending in submitted] == [[4.0] * 4] * 4
+
+
+def test_no_answer_in_time_is_named_with_the_setting_and_costs_the_scorer_nothing_more(
+    servers: Servers,
+) -> None:
+    first = servers.client.submit(7, "hang now", PICTURES, ["single"])
+    wait_for_call(servers, "hang now")
     with pytest.raises(InvalidRewardError) as caught:
-        impatient.score("hang now")
-    assert time.monotonic() - started_s < HANG_S
+        servers.with_settings(timeout_s=0.3, retries=0).score("good but given up")
     assert "no answer within 0.3 s (rewards.single.timeout_s)" in str(caught.value)
+    first.result()
+    servers.score("good after that")
+    assert servers.calls("good but given up") == 0
 
 
 def test_an_answer_that_was_there_in_time_may_be_fetched_late(servers: Servers) -> None:
@@ -241,12 +271,16 @@ def test_an_answer_that_was_there_in_time_may_be_fetched_late(servers: Servers) 
     pending = servers.with_settings(timeout_s=1.0, retries=0).client.submit(
         7, "good but late", PICTURES, ["single"]
     )
-    deadline = time.monotonic() + 60
-    while servers.calls("good but late") < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(1.2)
+    wait_for_call(servers, "good but late", calls=2)
+    time.sleep(3)
     assert torch.allclose(pending.result()["single"], BRIGHTNESS)
+
+
+def wait_for_call(servers: Servers, prompt: str, calls: int = 1) -> None:
+    deadline_s = time.monotonic() + 60
+    while servers.calls(prompt) < calls:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
 
 
 def test_a_scorer_that_does_not_start_is_named_with_the_cause(servers: Servers) -> None:  # noqa: ARG001
