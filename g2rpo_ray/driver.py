@@ -19,7 +19,7 @@ from g2rpo_ray.learner.group import GroupsLostError, LearnerUpdate
 from g2rpo_ray.logs import log_as, log_file
 from g2rpo_ray.models.loading import check_model_folder
 from g2rpo_ray.plan.networks import policy_size
-from g2rpo_ray.prompts.dataset import PromptOrder, evenly, read_config_prompts
+from g2rpo_ray.prompts.dataset import PromptOrder, check_apart, evenly, read_config_prompts
 from g2rpo_ray.rollout.strategies import make_strategy
 from g2rpo_ray.rollout.worker import RolloutSummary
 from g2rpo_ray.run import (
@@ -56,10 +56,9 @@ def train(config: Config, resume: str = "none") -> None:
 
     check_model_folder(config.model)
     train_prompts = read_config_prompts(config, config.prompts.train)
-    heldout_prompts = evenly(
-        list(enumerate(read_config_prompts(config, config.prompts.heldout))),
-        config.evaluation.prompts,
-    )
+    heldout = read_config_prompts(config, config.prompts.heldout)
+    check_apart(train_prompts, heldout)
+    heldout_prompts = evenly(list(enumerate(heldout)), config.evaluation.prompts)
     changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []
     run = open_run(config, resume)
     progress, stop = Progress(config.iterations, run.info.iteration), StopSignal()

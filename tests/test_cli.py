@@ -32,6 +32,10 @@ def train(*arguments: str) -> int:
         (["model.path=/no/model"], "model.path '/no/model': no such folder"),
         (["prompts.train=/no/prompts.txt"], "/no/prompts.txt: no such prompt file"),
         (["prompts.heldout=/no/prompts.txt"], "/no/prompts.txt: no such prompt file"),
+        (
+            ["prompts.train=tiny_world:prompts/heldout.txt"],
+            "prompts.train and prompts.heldout share 288 prompts, such as 'a blue",
+        ),
         (["--resume", "/no/checkpoint"], "--resume /no/checkpoint: no such folder"),
     ],
 )

@@ -10,7 +10,7 @@ from g2rpo_ray.algorithm.noise import seed_of
 from g2rpo_ray.config import Config, resolve_path
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.prompts.embeddings import Embeddings
-from g2rpo_ray.prompts.sources import MANIFEST, read_prompts
+from g2rpo_ray.prompts.sources import MANIFEST, PromptFileError, read_prompts
 
 T = TypeVar("T")
 
@@ -35,6 +35,21 @@ def read_config_prompts(config: Config, path: str) -> list[str]:
         embeddings.check_encoder(config)
     prompts = config.prompts
     return read_prompts(resolve_path(path), prompts.max_characters, prompts.key)
+
+
+def check_apart(train: Sequence[str], heldout: Sequence[str]) -> None:
+    """No held-out prompt is trained on: else a gain there is no sign of progress.
+
+    Raises:
+        PromptFileError: some are; says how many, and one of them.
+    """
+    shared = set(train) & set(heldout)
+    if shared:
+        raise PromptFileError(
+            f"prompts.train and prompts.heldout share {len(shared)} prompts, such as "
+            f"{min(shared)!r:.200}; scores on prompts that were trained on show no progress: take "
+            "them out of one of the two"
+        )
 
 
 def open_embeddings(path: str) -> Embeddings | None:
