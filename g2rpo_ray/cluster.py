@@ -16,11 +16,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from g2rpo_ray.config import ClusterSection, Config
 from g2rpo_ray.errors import InputError
+from g2rpo_ray.secrets import looks_secret
 
 # Workers get only these and `cluster.environment`: a whole environment in runtime_env breaks Ray's
 # agent, and Ray shows runtime environments in its dashboard and logs.
 WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "_KEY")
 
 FIRST_LINE_S, WAIT_LINE_S = 5.0, 30.0
 """A line says what is waited for after so long, and then this often."""
@@ -160,6 +160,9 @@ def _no_node_for_one(demands: Sequence[Demand], nodes: Sequence[Node], which: st
         labelled = [node for node in nodes if selects(demand.label_selector, node.labels)]
         if not labelled:
             section = demand.setting.rpartition(".")[0]
+            if section == "evaluation":
+                # Its workers are rollout workers, and go where those go.
+                section = "rollout"
             known = sorted(
                 {f"{k}={v}" for n in nodes for k, v in n.labels.items() if k != "ray.io/node-id"}
             )
@@ -328,7 +331,7 @@ def worker_environment(allowed: Sequence[str]) -> dict[str, str]:
         if any(fnmatchcase(name, pattern) for pattern in allowed)
     }
     for name in passed:
-        if any(word in name.upper() for word in SECRET_WORDS):
+        if looks_secret(name):
             raise ClusterError(
                 f"cluster.environment lets {name} through, which looks like a secret: Ray shows "
                 "what it passes on in its dashboard and logs. Set it in the nodes' own environment "

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from transformers import AutoConfig
 
 from g2rpo_ray.cluster import Demand, living_nodes, ray_cluster, shortage
-from g2rpo_ray.config import Config, resolve_path
+from g2rpo_ray.config import Config, check_gpus, resolve_path
 from g2rpo_ray.errors import InputError, RunError
 from g2rpo_ray.models.loading import DTYPES, check_model_folder
 from g2rpo_ray.prompts.embeddings import (
@@ -48,6 +48,12 @@ class EmbedOptions:
     """0 encodes on the CPU."""
     shard_size: int = 64
     """Prompts of a file; what a kill can lose of each worker's work."""
+
+    def __post_init__(self) -> None:
+        try:
+            check_gpus(self.gpus_per_worker)
+        except ValueError as error:
+            raise EmbedError(f"--gpus-per-worker: {error}") from None
 
 
 def embed(

@@ -10,6 +10,7 @@ from g2rpo_ray.cluster import (
     ClusterError,
     Demand,
     Node,
+    evaluation_demand,
     living_nodes,
     placed,
     ray_cluster,
@@ -71,6 +72,13 @@ def test_a_shortage_names_setting_amounts_and_remedy(
     (reason,) = shortage(demands, nodes)
     for part in named:
         assert part in reason
+
+
+def test_evaluation_workers_go_where_rollout_workers_go(tmp_path: Path) -> None:
+    settings = ["evaluation.workers=1", "evaluation.every=1", "rollout.label_selector={zone: a}"]
+    (demand,) = evaluation_demand(tiny_config(tmp_path, *settings))
+    (reason,) = shortage([demand], [node("1", 8, 0)])
+    assert reason.startswith("rollout.label_selector {'zone': 'a'} fits no node")
 
 
 def test_free_resources_are_another_question_than_all() -> None:

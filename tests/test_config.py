@@ -71,6 +71,19 @@ def test_doubled_key_is_named_with_its_line(tmp_path: Path) -> None:
     assert f"line {len(text.splitlines())}" in message
 
 
+@pytest.mark.parametrize("text", ["{{ run_dir }}", "{[a]: b}"])
+def test_a_template_that_was_not_filled_in(tmp_path: Path, text: str) -> None:
+    message = error_of_text(tmp_path / "run.yaml", f"seed: 1\nrun_dir: {text}\n")
+    assert "run.yaml: not valid YAML" in message
+    assert "a key must be plain text; is this a template that was not filled in?" in message
+    assert "line 2, column 11" in message
+
+
+def test_what_looks_like_a_date_and_is_none(tmp_path: Path) -> None:
+    message = error_of_text(tmp_path / "run.yaml", "run_dir: 2026-11-31\n")
+    assert "run.yaml: not valid YAML" in message
+
+
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [
@@ -181,12 +194,82 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["rollout.gpus_per_worker is 0.5", "no two members on one card", "half a GPU"],
         ),
         (["evaluation.min_gain=0.1"], ["evaluation.min_gain is 0.1", "patience is 0"]),
+        (
+            ["rollout.timeout_s=30"],
+            ["rollout: min_deadline_s is 60 and timeout_s is 30", "at most timeout_s"],
+        ),
+        (
+            ["learner.timeout_s=100"],
+            ["learner: min_deadline_s is 120 and timeout_s is 100", "at most timeout_s"],
+        ),
+        (["learner.final_share=0.1"], ["final_share is 0.1", "schedule is constant"]),
+        (
+            ["algorithm=flow_grpo", "learner.steps_per_pass=2", "rollout.batch_size=4"],
+            [
+                "learner.steps_per_pass is 2",
+                "a step of flow_grpo",
+                "sampling.members is 8",
+                "rollout.batch_size 4",
+                "a batch_size of 8",
+            ],
+        ),
+        (
+            [
+                "algorithm=dance_grpo",
+                "learner.steps_per_pass=2",
+                "rollout.batch_size=auto",
+                "sampling.members=17",
+            ],
+            ["learner.steps_per_pass is 2", "rollout.batch_size auto"],
+        ),
+        (
+            ["algorithm=mix_grpo", "mix_grpo.stride=2"],
+            ["mix_grpo.stride is 2", "last place is 1", "would never move"],
+        ),
+        (["rollout.gpus_per_worker=1.5"], ["rollout.gpus_per_worker: 1.5 GPUs", "whole GPUs"]),
+        (["learner.gpus_per_rank=2.5"], ["learner.gpus_per_rank: 2.5 GPUs", "whole GPUs"]),
+        (["rewards.hps.gpus_per_replica=1.1"], ["rewards.hps.gpus_per_replica: 1.1 GPUs"]),
+        (["prompts.encoder_gpus=1.5"], ["prompts.encoder_gpus: 1.5 GPUs", "a share of one GPU"]),
         (["evaluation.min_gain=-0.1"], ["evaluation.min_gain", "greater than or equal to 0"]),
     ],
 )
 def test_impossible_combination(overrides: list[str], named: list[str]) -> None:
     message = error_of(*overrides)
     assert [part for part in named if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.gpus_per_worker=0.9", "learner.gpus_per_rank=1", "prompts.encoder_gpus=0"],
+        ["rollout.gpus_per_worker=2", "learner.gpus_per_rank=4.0"],
+        ["rollout.timeout_s=30", "rollout.min_deadline_s=30"],
+        ["learner.schedule=cosine", "learner.decay_updates=9", "learner.final_share=0.1"],
+        # Members that share x_k, or fit into one batch, are one pass of a step.
+        ["learner.steps_per_pass=2", "rollout.batch_size=4"],
+        ["algorithm=flow_grpo", "learner.steps_per_pass=2", "rollout.batch_size=8"],
+        # A window over the whole schedule has one place, whatever the stride.
+        ["algorithm=mix_grpo", "mix_grpo.window=5"],
+        ["algorithm=mix_grpo", "mix_grpo.window=3", "mix_grpo.stride=2"],
+    ],
+)
+def test_what_only_looks_like_an_impossible_combination(overrides: list[str]) -> None:
+    quickstart(*overrides)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "judge_api_key", "DB_PASSWORD"])
+def test_a_secret_in_a_runtime_env_is_refused_and_not_repeated(name: str) -> None:
+    message = error_of(f"rewards.hps.runtime_env.env_vars={{{name}: sk-123, LEVEL: '3'}}")
+    assert f"rewards.hps: runtime_env.env_vars has {name}, which looks like a secret" in message
+    assert "in the nodes' own environment" in message
+    assert "sk-123" not in message
+
+
+def test_a_runtime_env_may_hold_other_variables() -> None:
+    config = quickstart("rewards.hps.runtime_env.env_vars={LEVEL: '3'}")
+    assert config.rewards["hps"].runtime_env == {"env_vars": {"LEVEL": "3"}}
+    message = error_of("rewards.hps.runtime_env.env_vars=[HF_TOKEN=1]")
+    assert "runtime_env.env_vars must be names with their values" in message
 
 
 def test_overrides_reach_into_sections_and_make_new_ones() -> None:

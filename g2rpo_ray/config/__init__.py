@@ -12,7 +12,7 @@ from g2rpo_ray.config.algorithm import (
     MixGrpoSection,
     SamplingSection,
 )
-from g2rpo_ray.config.base import ConfigError, Section
+from g2rpo_ray.config.base import ConfigError, Section, check_gpus
 from g2rpo_ray.config.cluster import ClusterSection
 from g2rpo_ray.config.files import config_from_dict, load_config, resolve_path, save_config
 from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
@@ -46,6 +46,7 @@ __all__ = [
     "Section",
     "TrackingSection",
     "WeightSyncSection",
+    "check_gpus",
     "config_from_dict",
     "load_config",
     "resolve_path",

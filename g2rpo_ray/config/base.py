@@ -1,6 +1,8 @@
 """What every section of settings has in common."""
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from g2rpo_ray.errors import InputError
 
@@ -20,6 +22,36 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+
+def check_gpus(gpus: float) -> float:
+    """The number itself, if Ray can give one process so many GPUs.
+
+    Raises:
+        ValueError: it is neither a share of one GPU nor a whole number.
+    """
+    if not (0 <= gpus <= 1 or (gpus > 1 and gpus.is_integer())):
+        raise ValueError(
+            f"{gpus:g} GPUs; one process gets a share of one GPU (0 to 1), or whole GPUs"
+        )
+    return gpus
+
+
+Gpus = Annotated[float, Field(ge=0), AfterValidator(check_gpus)]
+"""GPUs of one process."""
+
+
+def check_deadlines(min_deadline_s: float, timeout_s: float) -> None:
+    """Refuse a shortest deadline above the longest.
+
+    Raises:
+        ValueError: it is above.
+    """
+    if min_deadline_s > timeout_s:
+        raise ValueError(
+            f"min_deadline_s is {min_deadline_s:g} and timeout_s is {timeout_s:g}, which would cut "
+            "it off; make min_deadline_s at most timeout_s"
+        )
 
 
 def problems(error: ValidationError) -> list[str]:

@@ -62,6 +62,13 @@ class _YamlLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    "a key must be plain text; is this a template that was not filled in?",
+                    key_node.start_mark,
+                )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key {key_node.value!r} stands here twice", key_node.start_mark
@@ -80,7 +87,8 @@ _YamlLoader.add_implicit_resolver(
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
+        # A ValueError: what looks like a date, and is none.
         raise ConfigError(f"{source}: not valid YAML: {error}") from error
 
 

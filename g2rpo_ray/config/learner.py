@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from g2rpo_ray.algorithm.advantage import Combination, Normalisation
 from g2rpo_ray.algorithm.objective import StepWeight
-from g2rpo_ray.config.base import Section
+from g2rpo_ray.config.base import Gpus, Section, check_deadlines
 
 
 class AdvantageSection(Section):
@@ -46,7 +46,7 @@ class LearnerSection(Section):
     """Number of learner ranks; the update does not depend on it beyond rounding."""
     cpus_per_rank: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a rank."""
-    gpus_per_rank: float = Field(1.0, ge=0)
+    gpus_per_rank: Gpus = 1.0
     """GPUs (or a fraction of one) that Ray reserves for a rank."""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
@@ -65,9 +65,10 @@ class LearnerSection(Section):
     update: Literal["per_sde_step", "per_iteration"] = "per_sde_step"
     """One optimizer step per SDE step, or one per iteration over all of them."""
     steps_per_pass: int = Field(1, ge=1)
-    """SDE steps of a prompt in one pass of the network, with ``update: per_iteration`` and members
-    that share x_k. Above 1 is faster on a card, but then learner and rollout round differently in
-    bfloat16: set ``old_log_prob: learner``."""
+    """SDE steps of a prompt in one pass of the network, with ``update: per_iteration`` and where
+    one step is one pass (members share x_k, or fit into ``rollout.batch_size``). Above 1 is faster
+    on a card, but then learner and rollout round differently in bfloat16: set ``old_log_prob:
+    learner``."""
     learning_rate: float = Field(2e-6, gt=0)
     """AdamW's learning rate after the warm-up."""
     warmup_updates: int = Field(0, ge=0)
@@ -128,4 +129,10 @@ class LearnerSection(Section):
                 f"schedule is {self.schedule} and decay_updates is {self.decay_updates}; linear "
                 "and cosine need decay_updates, and constant takes none"
             )
+        if self.schedule == "constant" and self.final_share > 0:
+            raise ValueError(
+                f"final_share is {self.final_share:g} and schedule is constant: nothing would use "
+                "it; set schedule: linear or cosine, or leave it out"
+            )
+        check_deadlines(self.min_deadline_s, self.timeout_s)
         return self

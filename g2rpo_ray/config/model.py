@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from g2rpo_ray.config.base import Section
+from g2rpo_ray.config.base import Gpus, Section
 
 
 class LoraSection(Section):
@@ -59,7 +59,7 @@ class PromptsSection(Section):
     """Prompts for evaluation only, same formats."""
     key: str = "prompt"
     """Key or column with the text, in formats that have one."""
-    encoder_gpus: float = Field(0.0, ge=0)
+    encoder_gpus: Gpus = 0.0
     """GPUs (or a fraction) for encoding prompts on the fly; 0 encodes on the CPU. Prompts that were
     embedded before need no encoder."""
     max_sequence_length: int = Field(512, ge=1)

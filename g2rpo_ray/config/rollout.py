@@ -4,7 +4,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from g2rpo_ray.config.base import Section
+from g2rpo_ray.config.base import Gpus, Section, check_deadlines
+from g2rpo_ray.secrets import looks_secret
+
+AUTO_BATCH_SIZES = (16, 8, 4, 2, 1)
+"""What ``batch_size: auto`` tries; above 16 nothing is gained at 720 x 720 on an H100."""
 
 
 class RolloutSection(Section):
@@ -19,7 +23,7 @@ class RolloutSection(Section):
     """Workers at most, as the cluster has room for them; none means ``workers``."""
     cpus_per_worker: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a worker."""
-    gpus_per_worker: float = Field(1.0, ge=0)
+    gpus_per_worker: Gpus = 1.0
     """GPUs (or a fraction of one) that Ray reserves for a worker."""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
@@ -71,6 +75,7 @@ class RolloutSection(Section):
                 f"min_workers {self.min_workers} <= workers {self.workers} <= max_workers "
                 f"{self.most_workers} does not hold"
             )
+        check_deadlines(self.min_deadline_s, self.timeout_s)
         if self.fp8_above_sigma > 0 and not self.fp8:
             raise ValueError(
                 f"fp8_above_sigma is {self.fp8_above_sigma} and fp8 is false: nothing uses it; "
@@ -102,7 +107,7 @@ class RewardSection(Section):
     """Replicas at most; Ray Serve scales between the two on load."""
     cpus_per_replica: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for a replica."""
-    gpus_per_replica: float = Field(0.0, ge=0)
+    gpus_per_replica: Gpus = 0.0
     """GPUs (or a fraction) that Ray reserves for a replica."""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
@@ -110,8 +115,8 @@ class RewardSection(Section):
     threads: int = Field(1, ge=1)
     """Threads of a replica's process."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
-    """Ray runtime environment of a replica (``pip``, ``env_vars``, ...). No keys in it: the
-    configuration is written into the run folder."""
+    """Ray runtime environment of a replica (``pip``, ``env_vars``, ...). A variable that looks like
+    a secret is refused: the configuration is written into the run folder."""
     batch_size: int = Field(32, ge=1)
     """Most pictures in one pass of the scorer; a batch is cut inside one request."""
     merge_requests: int = Field(1, ge=1)
@@ -138,4 +143,14 @@ class RewardSection(Section):
             raise ValueError(
                 f"max_replicas is {self.max_replicas}, below min_replicas {self.min_replicas}"
             )
+        variables = self.runtime_env.get("env_vars", {})
+        if not isinstance(variables, dict):
+            raise ValueError("runtime_env.env_vars must be names with their values")
+        for name in variables:
+            if looks_secret(str(name)):
+                raise ValueError(
+                    f"runtime_env.env_vars has {name}, which looks like a secret; the "
+                    "configuration is written into the run folder, and Ray shows it. Set it in the "
+                    "nodes' own environment (Kubernetes secret, Slurm's job environment) instead"
+                )
         return self

@@ -21,7 +21,7 @@ from g2rpo_ray.config.operation import (
     EvaluationSection,
     TrackingSection,
 )
-from g2rpo_ray.config.rollout import RewardSection, RolloutSection
+from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RewardSection, RolloutSection
 
 LARGEST_SHARED = 0.5
 """The largest share of a card that two roles can have on the same one."""
@@ -88,6 +88,7 @@ class Config(Section):
             )
         self._check_pipeline()
         self._check_transport()
+        self._check_passes()
         self._check_estimates()
         self._check_scorers()
         return self
@@ -182,10 +183,28 @@ class Config(Section):
                     f"mix_grpo.window is {self.mix_grpo.window}, longer than the schedule; "
                     f"{allowed}"
                 )
+            last_place = steps - 1 - self.mix_grpo.window
+            if self.mix_grpo.stride > max(1, last_place):
+                raise ValueError(
+                    f"mix_grpo.stride is {self.mix_grpo.stride} and the window's last place is "
+                    f"{last_place}: it would never move; use a smaller stride or window ({allowed})"
+                )
         else:
             first = getattr(self, self.algorithm).first
             if first is not None and first > steps - 1:
                 raise ValueError(f"{self.algorithm}.first is {first}; {allowed}")
+
+    def _check_passes(self) -> None:
+        # With "auto" the batch is known only on the card; at most it is as large as this.
+        batch_size = self.rollout.batch_size
+        largest = max(AUTO_BATCH_SIZES) if batch_size == "auto" else batch_size
+        together, members = self.learner.steps_per_pass, self.sampling.members
+        if together > 1 and self.algorithm != "g2rpo" and members > largest:
+            raise ValueError(
+                f"learner.steps_per_pass is {together}, but a step of {self.algorithm} alone takes "
+                f"several passes: sampling.members is {members} and rollout.batch_size "
+                f"{batch_size}. Use steps_per_pass: 1, or a batch_size of {members}"
+            )
 
     def _check_estimates(self) -> None:
         rollout, granularities = self.rollout, self.g2rpo.granularities

@@ -7,6 +7,7 @@ import torch
 
 from g2rpo_ray.algorithm.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.config import Config, SamplingSection
+from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy, LatentShape, load_policy
 from g2rpo_ray.models.fp8 import Float8Twin
@@ -22,9 +23,6 @@ from g2rpo_ray.models.memory import BatchSize, largest_batch
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.rollout.evaluator import Evaluator
 from g2rpo_ray.rollout.sampler import Sampler
-
-PROBED_BATCHES = (16, 8, 4, 2, 1)
-"""What ``batch_size: auto`` tries; above 16 nothing is gained at 720 x 720 on an H100."""
 
 
 def schedule_of(sampling: SamplingSection, steps: int, shape: LatentShape) -> torch.Tensor:
@@ -103,7 +101,7 @@ class RolloutEngine:
         if settings.batch_size != "auto" or self.device.type != "cuda":
             return settings.planned_batch_size
         return largest_batch(
-            PROBED_BATCHES, lambda rows: self._evaluate(self.policy, rows), "rollout.batch_size"
+            AUTO_BATCH_SIZES, lambda rows: self._evaluate(self.policy, rows), "rollout.batch_size"
         )
 
     def _compile(self) -> bool:

@@ -61,6 +61,12 @@ def config_with(folder: Path, *overrides: str) -> Config:
     return tiny_config(folder, f"prompts.train={folder}", *overrides)
 
 
+@pytest.mark.parametrize("gpus", [1.5, -1.0, float("nan")])
+def test_gpus_that_ray_cannot_give_are_refused_before_anything_starts(gpus: float) -> None:
+    with pytest.raises(EmbedError, match=r"--gpus-per-worker: .* GPUs; .* or whole GPUs"):
+        EmbedOptions(gpus_per_worker=gpus)
+
+
 def test_embeddings_are_those_made_on_the_fly_to_the_bit(
     embedded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
