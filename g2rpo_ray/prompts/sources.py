@@ -1,6 +1,7 @@
 """Reading prompts: text, JSON lines, parquet, folders of Hugging Face datasets, embeddings."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,16 @@ MANIFEST = "manifest.json"
 """What a folder of embeddings is known by."""
 PROMPTS_FILE = "prompts.parquet"
 """The texts of a folder of embeddings."""
+SPLITS = {
+    word: split
+    for split, words in {
+        "train": ("train", "training"),
+        "validation": ("validation", "valid", "val", "dev"),
+        "test": ("test", "testing", "eval", "evaluation"),
+    }.items()
+    for word in words
+}
+"""Word in the name of a file or folder -> the split it means, as the hub reads them."""
 
 
 class PromptFileError(InputError):
@@ -164,11 +175,10 @@ def _dataset_files(folder: Path) -> list[Path]:
     state = folder / "state.json"
     if state.is_file():
         return [folder / entry["filename"] for entry in _json(state).get("_data_files", [])]
-    for suffix in ("parquet", "jsonl"):
-        files = sorted(folder.rglob(f"*.{suffix}"))
-        if files:
-            _refuse_mixed_splits(folder, files)
-            return files
+    parquet, lines = (sorted(folder.rglob(f"*.{suffix}")) for suffix in ("parquet", "jsonl"))
+    _refuse_mixed_splits(folder, parquet + lines)
+    if parquet or lines:
+        return parquet or lines
     raise PromptFileError(
         f"{folder}: cannot be read as prompts: no state.json (datasets' save_to_disk), no .parquet "
         f"or .jsonl file, and no {MANIFEST} (g2rpo embed)"
@@ -176,13 +186,35 @@ def _dataset_files(folder: Path) -> list[Path]:
 
 
 def _refuse_mixed_splits(folder: Path, files: list[Path]) -> None:
-    # The hub's layout: train-00000-of-00003.parquet beside test-00000-of-00001.parquet.
-    splits = {file.name.split("-")[0] for file in files if "-of-" in file.name}
-    if len(splits) > 1:
-        raise PromptFileError(
-            f"{folder}: files of the splits {', '.join(sorted(splits))}; name one file, or a "
-            "folder with one split"
+    first_of: dict[str, Path] = {}
+    for file in files:
+        split = _split_of(file.relative_to(folder))
+        if split is not None:
+            first_of.setdefault(split, file)
+    if len(first_of) > 1:
+        found = ", ".join(
+            f"{split} ({file.relative_to(folder)})" for split, file in sorted(first_of.items())
         )
+        raise PromptFileError(
+            f"{folder}: files of the splits {found}; name one file, or a folder with one split"
+        )
+
+
+def _split_of(path: Path) -> str | None:
+    """By a word of the file's name, else of a folder's: ``test-0.jsonl``, ``test/0000.parquet``.
+
+    Args:
+        path: relative to the dataset's folder.
+
+    Returns:
+        None where no name says it.
+    """
+    for part in (path.stem, *reversed(path.parts[:-1])):
+        for word in re.findall("[^\\W_]+", part.lower()):
+            if word in SPLITS:
+                return SPLITS[word]
+    # A split may have any name in the hub's layout: NAME-00000-of-00003.parquet.
+    return path.name.split("-")[0] if "-of-" in path.name else None
 
 
 def _json(path: Path) -> dict:

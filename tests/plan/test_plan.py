@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 import ray
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo_ray.cli import main
 from g2rpo_ray.config import load_config
-from g2rpo_ray.plan.costs import CardCosts, CostsError, load_costs
+from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, load_costs
+from g2rpo_ray.plan.networks import TERA
 from g2rpo_ray.plan.prediction import CPU, Predictor
 from g2rpo_ray.plan.report import Plan, make_plan
 from g2rpo_ray.rollout.worker import RolloutWorker
 from tests.plan.test_networks import PAPER
 from tests.tiny import QUICKSTART, Redness, encode
-
-FACTOR = 6
-"""Predictions for a CPU core may be off by so much on another, busy machine."""
 
 
 def paper_plan(*overrides: str, gpus: int | None = 16) -> Plan:
@@ -101,16 +101,25 @@ def test_more_ranks_and_workers_never_take_longer() -> None:
     assert sixteen < alone
 
 
-def test_prediction_for_one_prompt_of_the_quickstart_against_the_clock(tmp_path: Path) -> None:
-    config = load_config(QUICKSTART, [f"run_dir={tmp_path}", "sampling.prompts_per_iteration=1"])
+def test_seconds_come_from_the_operations_that_a_real_rollout_computes(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [f"run_dir={tmp_path}", "sampling.prompts_per_iteration=6"])
     worker = RolloutWorker(config, Redness(sorted(config.rewards)))
     prompt = encode(config)[0]
-    measured_s = min(
-        summary.seconds["denoise_s"] + summary.seconds["decode_s"]
-        for summary, _ in (worker.rollout(prompt, 0, 0) for _ in range(3))
-    )
-    predicted_s = Predictor(config, load_costs(), CPU).generate_s(workers=1)
-    assert measured_s / FACTOR < predicted_s < measured_s * FACTOR
+    # The counter knows the two products of attention, but not the CPU's fused kernel.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        worker.rollout(prompt, 0, 0)
+    tree = load_costs().model_dump()
+    second_a_tflop = [{"batch": 1, "seconds": 1.0, "tflop": 1.0}]
+    tree["cards"][CPU]["passes"] = {
+        name: second_a_tflop for name in ("evaluation", "decode", "score_hps", "score_clip")
+    }
+    predictor = Predictor(config, CostTable.model_validate(tree), CPU)
+    # A core that scores does not draw: the two add up.
+    scored = [r.size for r in predictor.rewards.values() if r.settings.weight > 0 and r.size]
+    scoring_s = predictor.work.counts.pictures * sum(size.image.tflop for size in scored)
+    prompt_s = counter.get_total_flops() / TERA + scoring_s
+    assert predictor.generate_s(workers=1) == pytest.approx(6 * prompt_s, rel=1e-6)
+    assert predictor.generate_s(workers=4) == pytest.approx(2 * prompt_s, rel=1e-6)
 
 
 def test_pass_cost_is_a_line_through_two_batches() -> None:

@@ -119,16 +119,41 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     assert "damaged" in message
 
 
-def test_splits_must_be_chosen(tmp_path: Path) -> None:
+def test_splits_of_a_saved_dataset_must_be_chosen(tmp_path: Path) -> None:
     saved_to_disk(tmp_path / "both" / "train", [["a cat"]])
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     message = error_of(tmp_path / "both")
     assert "splits train, test; name one of its folders" in message
     assert read_prompts(tmp_path / "both" / "train", 2000) == ["a cat"]
-    hub = tmp_path / "hub"
-    parquet(hub / "train-00000-of-00001.parquet", ["a"])
-    parquet(hub / "test-00000-of-00001.parquet", ["b"])
-    assert "files of the splits test, train; name one file" in error_of(hub)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("test (test-00000-of-00001.parquet)", "train (train-00000-of-00001.parquet)"),
+        ("test (default/test/0000.parquet)", "train (default/train/0000.parquet)"),
+        ("test (hpd_eval.jsonl)", "train (hpd_train.jsonl)"),
+        ("train (train.parquet)", "validation (val.jsonl)"),
+        # A known word in the file's name says more than one in a folder's.
+        ("test (dev/test.jsonl)", "train (dev/train.jsonl)"),
+        ("extra (extra-00000-of-00001.parquet)", "train (train-00000-of-00001.parquet)"),
+    ],
+)
+def test_splits_in_one_folder_must_be_chosen(tmp_path: Path, one: str, other: str) -> None:
+    for named in (one, other):
+        path = tmp_path / named.partition("(")[2].rstrip(")")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (parquet(path, ["a"]) if path.suffix == ".parquet" else jsonl(path, {"prompt": "a"}))
+    message = error_of(tmp_path)
+    assert f"files of the splits {one}, {other}; name one file, or a folder with one" in message
+
+
+def test_parts_of_one_split_are_one_dataset(tmp_path: Path) -> None:
+    parquet(tmp_path / "default" / "train" / "0000.parquet", ["a"])
+    parquet(tmp_path / "default" / "train" / "0001.parquet", ["b"])
+    assert read_prompts(tmp_path, 2000) == ["a", "b"]
+    parquet(tmp_path / "other" / "training-00000-of-00001.parquet", ["c"])
+    assert read_prompts(tmp_path, 2000) == ["a", "b", "c"]
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:

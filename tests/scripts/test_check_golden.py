@@ -51,6 +51,7 @@ def test_rollout_agrees_for_any_batch_size(
     assert max(script.whole_rollout(script.Golden.read(golden_dir))) <= 1e-6
 
 
+@pytest.mark.parametrize("added", [1e-2, float("nan")])
 @pytest.mark.parametrize(
     ("file", "key", "section"),
     [
@@ -61,15 +62,27 @@ def test_rollout_agrees_for_any_batch_size(
     ],
 )
 def test_a_changed_number_is_found(
-    file: str, key: str, section: str, script: ModuleType, golden_dir: Path, tmp_path: Path
+    file: str,
+    key: str,
+    section: str,
+    added: float,
+    script: ModuleType,
+    golden_dir: Path,
+    tmp_path: Path,
 ) -> None:
     shutil.copytree(golden_dir, tmp_path / "golden")
     tensors = load_file(tmp_path / "golden" / file)
-    tensors[key].view(-1)[0] += 1e-2
+    tensors[key].view(-1)[0] += added
     save_file(tensors, tmp_path / "golden" / file)
     report = script.check(tmp_path / "golden")
     wrong = [name for name, row in report.items() if row["max_relative_error"] > script.TOLERANCE]
     assert wrong == [section]
+
+
+def test_a_number_that_is_none_is_found(script: ModuleType) -> None:
+    assert script.relative_error_of(1.0, float("nan")) == float("inf")
+    assert script.relative_error_of(float("nan"), 1.0) == float("inf")
+    assert script.relative_error_of(3, 4) == 0.25
 
 
 def test_a_folder_that_is_not_one(
