@@ -51,7 +51,8 @@ def log_context(**fields: Any) -> Iterator[None]:
 
 @contextmanager
 def logged(phase: str) -> Iterator[None]:
-    """A line when a phase ends, and one every ``HEARTBEAT_S`` while it goes on."""
+    """A line when a phase ends, with the traceback where it failed, and one every
+    ``HEARTBEAT_S`` while it goes on."""
     started_s, ended = time.monotonic(), threading.Event()
 
     def beat() -> None:
@@ -61,14 +62,16 @@ def logged(phase: str) -> Iterator[None]:
     # In this thread's context: its lines carry the same fields.
     watcher = threading.Thread(target=copy_context().run, args=(beat,), daemon=True)
     watcher.start()
-    how = "failed"
+    failed = True
     try:
         yield
-        how = "done"
+        failed = False
     finally:
         ended.set()
         watcher.join()
-        logger.info("%s: %s after %.2f s", phase, how, time.monotonic() - started_s)
+        level, how = (logging.ERROR, "failed") if failed else (logging.INFO, "done")
+        seconds = time.monotonic() - started_s
+        logger.log(level, "%s: %s after %.2f s", phase, how, seconds, exc_info=failed)
 
 
 @contextmanager

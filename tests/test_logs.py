@@ -59,12 +59,14 @@ def test_a_phase_says_that_it_goes_on_and_how_it_ended(
         with pytest.raises(ValueError, match="broken"), logged("gather"):
             raise ValueError("broken")
     *beats, done, failed = lines(tmp_path / "log.jsonl")
-    assert 1 <= len(beats) <= 3
+    assert beats
     for line in (*beats, done):
         assert (line["role"], line["rank"], line["iteration"]) == ("learner", 1, 7)
     assert beats[0]["message"].startswith("update: goes on for 0 s")
-    assert done["message"].startswith("update: done after 0.7")
-    assert failed["message"].startswith("gather: failed after 0.0")
+    assert done["message"].startswith("update: done after ")
+    assert failed["message"].startswith("gather: failed after ")
+    assert failed["levelname"] == "ERROR"
+    assert 'raise ValueError("broken")' in failed["exc_text"]
 
 
 def test_the_error_that_ends_a_run_is_the_last_line(tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ class LearnerSection(Section):
     min_deadline_s: float = Field(120.0, gt=0)
     """An update may take this long, whatever the history says."""
     max_failures: int = Field(3, ge=0)
-    """More failures of ranks than this within ``failure_window_s`` stop the run with a report."""
+    """More failures of ranks than this stop the run with a report: within ``failure_window_s``, or
+    one after another in the same update, export or checkpoint."""
     failure_window_s: float = Field(3600.0, gt=0)
     """Time over which failures are counted."""
 

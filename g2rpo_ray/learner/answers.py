@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+import torch
 
 from g2rpo_ray.errors import InputError, RunError
 from g2rpo_ray.learner.engine import LearnerError
@@ -30,9 +31,9 @@ def answers_of(
     """Every rank's answer to a call, in the order of ranks.
 
     Raises:
-        RankLostError: a rank died, or did not answer in time.
+        RankLostError: a rank died, did not answer in time, or lost touch with another.
         GroupsLostError: an argument was lost with its node.
-        LearnerError: a rank failed while all of them live: it would fail again.
+        LearnerError: a rank failed by itself while none died: it would fail again.
     """
     try:
         return _wait(refs, phase, timeout_s, tell)
@@ -42,17 +43,7 @@ def answers_of(
             "rank may hang in a collective, see the ranks' logs"
         ) from None
     except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, ray.exceptions.ObjectLostError):
-            raise GroupsLostError(f"learner: '{phase}': {first_line(cause)}") from error
-        if isinstance(cause, InputError | RunError):
-            raise cause from error
-        # A rank whose peer died fails in a collective, often before the death is known.
-        _raise_if_lost(refs, phase)
-        raise LearnerError(
-            f"learner: '{phase}' failed with {type(cause).__name__}: {cause} (the traceback is "
-            "in the rank's log)"
-        ) from error
+        raise (_as_it_says(error.cause, phase) or _failure(refs, phase)) from error
     except ray.exceptions.RayActorError as error:
         raise RankLostError(
             f"learner: a rank died during '{phase}': {first_line(error)}"
@@ -81,19 +72,62 @@ def _wait(
                 raise
 
 
-def _raise_if_lost(refs: list[ray.ObjectRef], phase: str) -> None:
-    done, silent = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
-    if silent:
-        raise RankLostError(
-            f"learner: rank {refs.index(silent[0])} does not answer in '{phase}', and another "
-            "failed"
-        )
-    for ref in done:
-        try:
-            ray.get(ref)
-        except ray.exceptions.RayActorError as error:
-            raise RankLostError(
-                f"learner: rank {refs.index(ref)} died during '{phase}': {first_line(error)}"
-            ) from error
-        except ray.exceptions.RayError:
-            continue
+def _as_it_says(cause: Exception, phase: str) -> Exception | None:
+    """What to raise for a cause that needs no word from the other ranks."""
+    if isinstance(cause, ray.exceptions.ObjectLostError):
+        return GroupsLostError(f"learner: '{phase}': {first_line(cause)}")
+    return cause if isinstance(cause, InputError | RunError) else None
+
+
+def _failure(refs: list[ray.ObjectRef], phase: str) -> Exception:
+    """What it means that a rank failed, from what all of them say within ``GRACE_S``.
+
+    A rank whose peer died fails in a collective, often before the death is known. A rank that fails
+    by itself leaves its peers waiting in a collective: that they are silent says nothing of them.
+    """
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
+    causes, told = [], dict[str, list[str]]()
+    for rank, ref in enumerate(refs):
+        cause = _cause(ref) if ref in done else None
+        if cause is not None:
+            causes.append(cause)
+        if cause is not None or ref not in done:
+            told.setdefault(_in_words(cause), []).append(str(rank))
+    for cause in causes:
+        if (said := _as_it_says(cause, phase)) is not None:
+            return said
+    message = f"learner: '{phase}': " + "; ".join(
+        f"rank {', '.join(ranks)} {words}" for words, ranks in told.items()
+    )
+    died = any(isinstance(cause, ray.exceptions.RayActorError) for cause in causes)
+    if died or all(_is_lost_touch(cause) for cause in causes):
+        return RankLostError(message)
+    return LearnerError(f"{message} (the traceback is in the rank's log)")
+
+
+def _cause(ref: ray.ObjectRef) -> Exception | None:
+    """Why a call that ended failed; none where it gave an answer."""
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        cause: Exception = error.cause
+        return cause
+    except ray.exceptions.RayError as error:
+        return error
+    return None
+
+
+def _in_words(cause: Exception | None) -> str:
+    if cause is None:
+        return "does not answer"
+    if isinstance(cause, ray.exceptions.RayActorError):
+        return f"died: {first_line(cause)}"
+    return f"failed with {type(cause).__name__}: {cause}"
+
+
+def _is_lost_touch(cause: Exception) -> bool:
+    """Whether a collective or its set-up failed: a peer, or the way to it, is at fault."""
+    # Gloo raises plain RuntimeErrors; each begins with the path of its source file.
+    return isinstance(cause, torch.distributed.DistError) or (
+        isinstance(cause, RuntimeError) and "/gloo/" in str(cause)
+    )

@@ -72,7 +72,6 @@ class LearnerGroup:
         settings = config.learner
         self._config, self._placement, self._tell = config, placement, tell
         self._timeout_s = settings.timeout_s
-        self._patience = Patience(settings.timeout_s, settings.min_deadline_s)
         self.lock = threading.RLock()
         """Held during every call; hold it to keep weights and ``version`` together."""
         self.version = version
@@ -176,6 +175,8 @@ class LearnerGroup:
 
     def _start(self) -> None:
         settings = self._config.learner
+        # The first update after a start compiles; only then is there a duration to compare with.
+        self._patience = Patience(settings.timeout_s, settings.min_deadline_s)
         self.ranks = [
             ray.remote(Learner)
             .options(
@@ -200,7 +201,6 @@ class LearnerGroup:
 
     def _update(self, groups: list[ray.ObjectRef]) -> LearnerUpdate:
         started_s = time.monotonic()
-        # The first update after a start compiles; only then is there a duration to compare with.
         reports: list[UpdateReport] = self._answers(
             [rank.update.remote(groups) for rank in self.ranks],
             "update",
@@ -217,6 +217,7 @@ class LearnerGroup:
         """Make a call; rebuild and repeat when a rank is lost, as often as is allowed."""
         with self.lock:
             lost: LearnerError | None = None
+            failures = 0
             while True:
                 try:
                     if lost is not None:
@@ -230,18 +231,20 @@ class LearnerGroup:
                     if lost is error:
                         raise
                     lost = error
-                self._count(lost)
+                failures += 1
+                self._count(lost, failures)
 
-    def _count(self, error: LearnerError) -> None:
+    def _count(self, error: LearnerError, in_this_call: int) -> None:
         settings, now_s = self._config.learner, time.monotonic()
         self._failures.append(now_s)
         while now_s - self._failures[0] > settings.failure_window_s:
             self._failures.popleft()
-        if len(self._failures) > settings.max_failures:
+        # One that hangs every time may take longer to fail again than the window is long.
+        if max(len(self._failures), in_this_call) > settings.max_failures:
             raise LearnerError(
-                f"{error}\nThat is failure {len(self._failures)} within "
-                f"{settings.failure_window_s:g} s; learner.max_failures is "
-                f"{settings.max_failures}.\n{self._report()}\n"
+                f"{error}\nThat is failure {in_this_call} of this call, and "
+                f"{len(self._failures)} within {settings.failure_window_s:g} s; "
+                f"learner.max_failures is {settings.max_failures}.\n{self._report()}\n"
                 "--resume auto continues from the last snapshot or checkpoint"
             ) from error
         self._tell(f"{error}; rebuilding the learner")

@@ -72,7 +72,8 @@ class Learner:
     def update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
         """One iteration's update on this rank's share of ``groups``, given in id order."""
         shares = assign(len(groups), self.rank, self.config.learner.ranks)
-        mine: list[RolloutGroup] = ray.get([groups[index] for index, _ in shares])
+        with logged("fetching groups"):
+            mine: list[RolloutGroup] = ray.get([groups[index] for index, _ in shares])
         assignments = [
             Assignment(group, weight) for group, (_, weight) in zip(mine, shares, strict=True)
         ]
@@ -93,9 +94,9 @@ class Learner:
         """Receipt and trainable weights from rank 0; the others only take part."""
         with logged("gather"):
             weights = self.engine.weights()
-        if self.rank > 0:
-            return None, None
-        return receipt(version, weights), PackedWeights.of(weights)
+            if self.rank > 0:
+                return None, None
+            return receipt(version, weights), PackedWeights.of(weights)
 
     def open_weight_store(self, timeout_s: float) -> tuple[str, int]:
         """Open the store where the members of a new weight group meet; address and port."""
@@ -184,4 +185,5 @@ class Learner:
 
     def checksum(self) -> str:
         """Of the trainable weights, the same on every rank."""
-        return receipt(0, self.engine.weights()).checksum
+        with logged("checksum"):
+            return receipt(0, self.engine.weights()).checksum
