@@ -22,6 +22,8 @@ NODE_FAILURES = 3
 """A node where so many workers failed in a row, with no task done between, is avoided."""
 LONGEST_PAUSE_S = 60.0
 PING_S = 15.0
+LONGEST_GAP_S = 2.0
+"""Of the time between two calls of ``tend``, so much counts against a member."""
 
 Hire = Callable[[Sequence[str]], Any]
 """Starts an actor on any node but those named."""
@@ -142,6 +144,7 @@ class Crew:
         self._sync: SyncWorkers | None = None
         self._sync_lock = threading.Lock()
         self._short_since_s: float | None = None
+        self._tended_s: float | None = None
 
     @property
     def ready(self) -> list[Member]:
@@ -168,9 +171,13 @@ class Crew:
     def tend(self, now_s: float) -> None:
         """Start who is missing, and give up who does not come up.
 
+        Time in which nobody calls this (the driver learns or saves) counts for no limit: what the
+        members have answered meanwhile is not read yet.
+
         Raises:
             RolloutError: too few workers for too long.
         """
+        self._skip_untended(now_s)
         while len(self.members) < self._wanted and now_s >= self._next_start_s:
             self._start(now_s)
         for member in list(self._coming.values()):
@@ -185,6 +192,15 @@ class Crew:
             self._short_since_s = now_s
         elif now_s - self._short_since_s > self._start_timeout_s + LONGEST_PAUSE_S:
             raise RolloutError(self.shortage(self._config.rollout.min_workers))
+
+    def _skip_untended(self, now_s: float) -> None:
+        last_s = now_s if self._tended_s is None else self._tended_s
+        self._tended_s = now_s
+        untended_s = max(0.0, now_s - last_s - LONGEST_GAP_S)
+        for member in self._coming.values():
+            member.since_s = min(now_s, member.since_s + untended_s)
+        if self._short_since_s is not None:
+            self._short_since_s = min(now_s, self._short_since_s + untended_s)
 
     def shortage(self, wanted: int) -> str:
         """What is missing, in words."""
@@ -213,7 +229,8 @@ class Crew:
                 raise cause from error
             self.lose(member, f"did not come up: {first_line(cause)}")
             return None
-        member.since_s = event.at_s
+        # Not when it answered: nobody may have read it for long.
+        member.since_s = time.monotonic()
         if event.what == "placed":
             member.place = event.future.result()
             member.stage = "loading" if member.stage == "placing" else member.stage
