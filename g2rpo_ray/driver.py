@@ -26,6 +26,7 @@ from g2rpo_ray.run import (
     Run,
     best_evaluated,
     changed_settings,
+    give_up_later,
     heldout_before_after,
     open_run,
     versions,
@@ -88,6 +89,7 @@ def train(config: Config, resume: str = "none") -> None:
         progress,
     ):
         starting = False
+        give_up_later(run)
         kind = TrainingLoop if config.pipeline == "sync" else OneStepOffLoop
         loop = kind(config, run, roles, log, progress, stop, memory, train_prompts, heldout_prompts)
         with closing(loop.heldout):
@@ -166,6 +168,7 @@ class TrainingLoop:
                     saved = self.state.iteration
                 elif self.is_due(self.config.checkpoint.snapshot_every):
                     self.snapshot()
+            self.finish()
         except StopRequested as request:
             if saved < self.state.iteration:
                 self.save()
@@ -183,14 +186,13 @@ class TrainingLoop:
                 # The learner is well: what it still writes is not lost.
                 self.finish_save()
             raise
-        self.finish()
 
     def train_iteration(self) -> dict[str, float]:
         """The algorithm: rollout groups, integrated advantages, clipped updates, new weights."""
         started_s = time.perf_counter()
         drawn = self.draw(self.state.iteration)
         with self.stop.held():
-            update = self.learn(drawn)
+            drawn, update = self.learn(drawn)
             report = self.sync()
             return self.advance(drawn, update, report, started_s)
 
@@ -208,12 +210,16 @@ class TrainingLoop:
             self.progress.note(f"warning: {warning}")
         return Drawn(iteration, summaries, groups, time.perf_counter() - started_s)
 
-    def learn(self, drawn: Drawn) -> LearnerUpdate:
-        """Train on an iteration's groups; those that are lost with a node are drawn again."""
+    def learn(self, drawn: Drawn) -> tuple[Drawn, LearnerUpdate]:
+        """Train on an iteration's groups, or on new ones where they are lost with a node.
+
+        Returns:
+            What was trained on, and the update.
+        """
         while True:
             try:
                 with self.phase("learn"):
-                    return self.roles.learner.update(drawn.groups)
+                    return drawn, self.roles.learner.update(drawn.groups)
             except GroupsLostError as lost:
                 self.progress.note(f"{lost}; drawing iteration {drawn.iteration} again")
                 drawn = self.draw(drawn.iteration)

@@ -42,15 +42,17 @@ class OneStepOffLoop(TrainingLoop):
             # What was under way is dropped; raised again once this update is recorded.
             stopping = True
         with self.stop.held():
-            update = self.result_of(learning, drawn)
+            drawn, update = self.result_of(learning, drawn)
             report = None if stopping else self.sync()
             return self.advance(drawn, update, report, started_s)
 
-    def result_of(self, learning: "Future[LearnerUpdate]", drawn: Drawn) -> LearnerUpdate:
-        """Wait for the learner."""
+    def result_of(
+        self, learning: "Future[LearnerUpdate]", drawn: Drawn
+    ) -> tuple[Drawn, LearnerUpdate]:
+        """Wait for the learner; answers as ``learn``."""
         try:
             with self.phase("learn"):
-                return learning.result()
+                return drawn, learning.result()
         except GroupsLostError as lost:
             self.progress.note(f"{lost}; drawing iteration {drawn.iteration} again")
             return self.learn(self.draw(drawn.iteration))

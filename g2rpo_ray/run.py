@@ -6,6 +6,7 @@
 
 import json
 import platform
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,12 +18,13 @@ from g2rpo_ray import __version__
 from g2rpo_ray.config import Config, ModelSection, load_config, save_config
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.learner.checkpoint import (
-    SNAPSHOTS,
     CheckpointError,
     CheckpointInfo,
     checkpoint_folder,
+    delete_states_from,
     iteration_of,
     list_checkpoints,
+    list_states,
     read_info,
 )
 from g2rpo_ray.rollout.worker import HeldoutPictures
@@ -69,7 +71,7 @@ def open_run(config: Config, resume: str) -> Run:
         RunFolderError: the folder has a run already, or the checkpoint is of another kind.
     """
     folder = _folder(config)
-    has_run = (folder / "config.yaml").exists()
+    has_run = _has_run(folder)
     if has_run and resume == "none":
         raise RunFolderError(
             f"run_dir {folder} already has a run: --resume auto continues it from its last "
@@ -106,6 +108,23 @@ def open_run(config: Config, resume: str) -> Run:
     except OSError as error:
         raise RunFolderError(f"run_dir {folder}: cannot be written: {error}") from error
     return Run(folder, checkpoint, info, first_record)
+
+
+def give_up_later(run: Run) -> None:
+    """Delete the states and pictures of the iterations that this life of the run makes again.
+
+    Kept, the next ``--resume auto`` would go on from the history that this resume gave up.
+
+    Raises:
+        CheckpointError: a state cannot be deleted.
+    """
+    if run.first_record is None:
+        return
+    delete_states_from(run.folder, run.first_record)
+    for pictures in run.folder.glob("pictures/heldout/iteration_*.json"):
+        if iteration_of(pictures.with_suffix("")) >= run.first_record:
+            pictures.unlink()
+            shutil.rmtree(pictures.with_suffix(""), ignore_errors=True)
 
 
 def write_resolved(config: Config) -> Path:
@@ -232,14 +251,19 @@ def _checkpoint_of(folder: Path, resume: str) -> Path | None:
     if resume == "none":
         return None
     if resume == "auto":
-        states = list_checkpoints(folder / SNAPSHOTS) + list_checkpoints(folder)
-        return max(states, key=lambda state: state.name, default=None)
+        return next(reversed(list_states(folder)), None)
     path = Path(resume).expanduser().absolute()
     if not path.is_dir():
         raise CheckpointError(
             f"--resume {resume}: no such folder; it takes auto, none, or a folder"
         )
     return path
+
+
+def _has_run(folder: Path) -> bool:
+    """Whether a run has come so far there that something would be lost."""
+    metrics = folder / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or bool(list_states(folder))
 
 
 def _check_not_finished(config: Config, checkpoint: Path, info: CheckpointInfo) -> None:

@@ -55,7 +55,8 @@ def test_a_folder_that_has_a_run_says_what_resume_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     override = f"run_dir={tmp_path / 'run'}"
-    open_run(load_config(QUICKSTART, [override]), "none")
+    run = open_run(load_config(QUICKSTART, [override]), "none")
+    (run.folder / "metrics.jsonl").write_text('{"iteration": 0, "kind": "evaluation"}\n')
     assert train(override) == 2
     assert "already has a run: --resume auto continues it" in capsys.readouterr().err
 

@@ -2,7 +2,6 @@
 
 import signal
 import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +33,8 @@ class FakeRoles:
     workers_version: int = 0
     version: int = 0
     may_learn: threading.Event = field(default_factory=threading.Event)
+    learns_after: int = 0
+    """The learner ends no update before this iteration is drawn."""
     lose_once: bool = False
     rebuilds: int = 0
     busy_s: float = 0.0
@@ -61,11 +62,13 @@ class FakeRoles:
     def generate(self, prompts: list[int], iteration: int, on_wait: Any) -> Any:
         on_wait(0, len(prompts))
         self.diary.append(f"draw {iteration} with {self.workers_version}")
+        if iteration == self.learns_after:
+            self.may_learn.set()
         summary = RolloutSummary(0, self.workers_version, 1, 1, {}, {}, {}, {}, [], [], 0.0, [])
         return [summary] * len(prompts), [f"groups {iteration}"] * len(prompts)
 
     def update(self, groups: list[str]) -> LearnerUpdate:
-        self.may_learn.wait(10)
+        assert self.may_learn.wait(60), "too few iterations are drawn ahead"
         if self.lose_once:
             self.lose_once = False
             raise GroupsLostError("lost with their node")
@@ -97,9 +100,8 @@ def stop() -> StopSignal:
 
 
 def test_the_next_groups_are_drawn_before_the_update_ends(tmp_path: Path, stop: StopSignal) -> None:
-    roles = FakeRoles()
+    roles = FakeRoles(learns_after=1)
     loop = loop_of(tmp_path, roles, stop)
-    threading.Timer(0.3, roles.may_learn.set).start()
     stales = [loop.train_iteration()["rollout/staleness"] for _ in range(5)]
     assert roles.diary[:3] == ["draw 0 with 0", "draw 1 with 0", "learn groups 0"]
     assert [line for line in roles.diary if line.startswith("learn")] == [
@@ -114,9 +116,8 @@ def test_the_next_groups_are_drawn_before_the_update_ends(tmp_path: Path, stop: 
 def test_a_slow_learner_lets_more_be_drawn_up_to_the_bound(
     tmp_path: Path, stop: StopSignal
 ) -> None:
-    roles = FakeRoles()
+    roles = FakeRoles(learns_after=2)
     loop = loop_of(tmp_path, roles, stop, "max_staleness=2")
-    threading.Timer(0.3, roles.may_learn.set).start()
     loop.train_iteration()
     assert roles.diary == ["draw 0 with 0", "draw 1 with 0", "draw 2 with 0", "learn groups 0"]
     assert loop.train_iteration()["rollout/staleness"] == 1
@@ -135,16 +136,21 @@ def test_groups_older_than_the_bound_are_drawn_again(tmp_path: Path, stop: StopS
 
 
 def test_groups_that_are_lost_are_drawn_again(tmp_path: Path, stop: StopSignal) -> None:
-    roles = FakeRoles(lose_once=True)
-    roles.may_learn.set()
+    """And it is their numbers that are recorded."""
+    roles = FakeRoles()
     loop = loop_of(tmp_path, roles, stop)
     loop.train_iteration()
-    assert [line for line in roles.diary if line.startswith("draw 0")] == ["draw 0 with 0"] * 2
-    assert "learn groups 0" in roles.diary
+    roles.lose_once = True
+    values = loop.train_iteration()
+    # Drawn ahead with 0, lost, and drawn again with the weights of now.
+    draws = [line for line in roles.diary if line.startswith("draw 1")]
+    assert draws == ["draw 1 with 0", "draw 1 with 1"]
+    assert "learn groups 1" in roles.diary
+    assert (values["rollout/staleness"], values["weight_version"]) == (0, 1)
 
 
 def test_a_stop_lets_the_update_end_and_counts_it(tmp_path: Path) -> None:
-    roles = FakeRoles()
+    roles = FakeRoles(learns_after=-1)
     with StopSignal() as stop:
         loop = loop_of(tmp_path, roles, stop)
         draw = loop.draw
@@ -154,11 +160,15 @@ def test_a_stop_lets_the_update_end_and_counts_it(tmp_path: Path) -> None:
             signal.raise_signal(signal.SIGTERM)
             return drawn
 
+        result_of = loop.result_of
+
+        def learn_after_the_stop(*arguments: Any) -> Any:
+            roles.may_learn.set()
+            return result_of(*arguments)
+
         loop.draw = draw_and_stop  # type: ignore[method-assign]
-        threading.Timer(0.2, roles.may_learn.set).start()
-        started_s = time.monotonic()
+        loop.result_of = learn_after_the_stop  # type: ignore[assignment, method-assign]
         values = loop.train_iteration()
-        assert time.monotonic() - started_s < 5
         assert "sync/bytes" not in values
         assert (loop.state.iteration, roles.version) == (1, 1)
         with pytest.raises(StopRequested):

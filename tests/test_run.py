@@ -8,6 +8,7 @@ import torch
 
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoint import (
+    SNAPSHOTS,
     CheckpointError,
     CheckpointInfo,
     checkpoint_folder,
@@ -18,6 +19,7 @@ from g2rpo_ray.run import (
     RunFolderError,
     changed_settings,
     checkpoint_named,
+    give_up_later,
     open_run,
     save_heldout,
     trained_kind,
@@ -36,14 +38,15 @@ def config_of(folder: Path, *overrides: str) -> Config:
 
 
 def start(folder: Path, *overrides: str) -> Config:
-    """A run that was started in the folder."""
+    """A run that has recorded something in the folder."""
     config = config_of(folder, *overrides)
     open_run(config, "none")
+    (folder / "metrics.jsonl").write_text('{"iteration": 0, "kind": "evaluation"}\n')
     return config
 
 
-def save(config: Config, iteration: int) -> Path:
-    target = checkpoint_folder(Path(config.run_dir), iteration)
+def save(config: Config, iteration: int, kind: str = "") -> Path:
+    target = checkpoint_folder(Path(config.run_dir) / kind, iteration)
     info = CheckpointInfo(
         iteration, iteration, 3 * iteration, 100, 1.0, trained_kind(config.model), config.seed
     )
@@ -73,6 +76,14 @@ def test_a_folder_that_has_a_run_says_what_resume_does(folder: Path) -> None:
     assert f"run_dir {folder} already has a run" in message
     assert "--resume auto continues it from its last checkpoint" in message
     assert "another run_dir" in message
+
+
+def test_a_start_that_failed_before_the_first_record_may_be_made_again(folder: Path) -> None:
+    open_run(config_of(folder, "rollout.workers=9"), "none")
+    run = open_run(config_of(folder), "none")
+    assert (run.checkpoint, run.first_record) == (None, None)
+    save(config_of(folder), 1, SNAPSHOTS)
+    assert f"run_dir {folder} already has a run" in error_of(config_of(folder), "none")
 
 
 def test_a_refused_folder_is_left_as_it_was(folder: Path) -> None:
@@ -114,6 +125,37 @@ def test_a_path_takes_that_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(folder)
     run = open_run(config, f"checkpoints/{older.name}")
     assert (run.checkpoint, run.info.iteration, run.first_record) == (older, 2, 3)
+
+
+def test_auto_never_returns_to_the_history_that_a_path_gave_up(folder: Path) -> None:
+    config = start(folder)
+    chosen = save(config, 2)
+    given_up = [save(config, 4), save(config, 3, SNAPSHOTS), save(config, 5, SNAPSHOTS)]
+    for iteration in (2, 4):
+        picture = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
+        save_heldout(folder, iteration, [HeldoutPictures(7, "a bear", picture, {}, 1)])
+    give_up_later(open_run(config, str(chosen)))
+    assert not any(state.exists() for state in given_up)
+    assert open_run(config, "auto").checkpoint == chosen
+    newer = save(config, 3, SNAPSHOTS)
+    run = open_run(config, "auto")
+    assert (run.checkpoint, run.first_record) == (newer, 4)
+    shown = sorted(path.name for path in (folder / "pictures/heldout").iterdir())
+    assert shown == ["iteration_2", "iteration_2.json"]
+
+
+def test_auto_itself_gives_nothing_up(folder: Path) -> None:
+    config = start(folder)
+    states = [save(config, 2), save(config, 4), save(config, 5, SNAPSHOTS)]
+    give_up_later(open_run(config, "auto"))
+    assert all(state.exists() for state in states)
+
+
+def test_a_folder_that_only_resembles_a_checkpoint_is_none(folder: Path) -> None:
+    config = start(folder)
+    state = save(config, 2)
+    state.with_name("iteration_000009_backup").mkdir()
+    assert open_run(config, "auto").checkpoint == state
 
 
 def test_a_path_into_another_run_starts_a_new_folder_from_it(folder: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class HeldoutEvaluation:
         """Iteration whose evaluation was begun last."""
         self.missed = 0
         """Evaluations that failed or were left out, since the start."""
-        self.is_stalled = False
+        self.is_stalled = is_stalled(config)
         """Whether ``evaluation.patience`` is used up."""
 
     def evaluate(self, iteration: int, on_wait: OnWait) -> None:

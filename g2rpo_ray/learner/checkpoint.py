@@ -228,7 +228,7 @@ def iteration_of(folder: Path) -> int:
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    return sorted((run_dir / "checkpoints").glob("iteration_*"))
+    return sorted((run_dir / "checkpoints").glob("iteration_" + 6 * "[0-9]"))
 
 
 def delete_old_checkpoints(
@@ -251,13 +251,28 @@ def delete_old_checkpoints(
     shutil.rmtree(run_dir / SNAPSHOTS, ignore_errors=True)
 
 
+def list_states(run_dir: Path) -> list[Path]:
+    """Checkpoints and snapshots of a run, oldest first; of one iteration the snapshot last."""
+    states = list_checkpoints(run_dir) + list_checkpoints(run_dir / SNAPSHOTS)
+    return sorted(states, key=iteration_of)
+
+
+def delete_states_from(run_dir: Path, iteration: int) -> None:
+    """Delete a run's checkpoints and snapshots of ``iteration`` and later.
+
+    Raises:
+        CheckpointError: one cannot be deleted.
+    """
+    _delete([state for state in list_states(run_dir) if iteration_of(state) >= iteration])
+
+
 def _delete(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        try:
-            # Half a folder must not bear a checkpoint's name, whenever the process ends.
-            shutil.rmtree(_hide(folder))
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be deleted: {error}") from error
+    try:
+        # Half a folder must not bear a checkpoint's name, whenever the process ends.
+        for hidden in [_hide(folder) for folder in folders]:
+            shutil.rmtree(hidden)
+    except OSError as error:
+        raise CheckpointError(f"{folders[0].parent}: not all could be deleted: {error}") from error
 
 
 def _hide(folder: Path) -> Path:

@@ -163,6 +163,7 @@ class Run:
             folder, *OVERRIDES, f"evaluation.workers={int(beside)}", *overrides
         )
         self.beside = beside
+        self.told: list[str] = []
         self.pool = FakePool(scores)
         self.pool.may_end.set()
 
@@ -171,7 +172,8 @@ class Run:
     ) -> Trained:
         """Train to the end; while an iteration is trained, ``meanwhile`` happens."""
         opened = open_run(self.config, resume)
-        trained = Trained(opened.folder, self.config, [])
+        self.told.clear()
+        trained = Trained(opened.folder, self.config, self.told)
 
         def weights_of_now(_timeout_s: float) -> Callable[[object], int]:
             version = loop.state.weight_version
@@ -327,3 +329,28 @@ def test_a_stop_gives_up_the_evaluation_and_resume_makes_it(tmp_path: Path) -> N
     trained = run.train(resume="auto")
     assert trained.means == pytest.approx({0: 0.5, 2: 0.8, 4: 0.75})
     assert trained.missed == 0
+
+
+def test_a_stop_in_the_last_evaluation_is_told_and_resume_makes_only_that(tmp_path: Path) -> None:
+    settings = ("iterations=7", "evaluation.patience=2")
+    run = Run(tmp_path / "run", *settings, beside=True)
+
+    def meanwhile(loop: Loop) -> None:
+        loop.settle()
+        # That of 4 is known when 5 is done: the run ends early, and 5 is judged last.
+        if loop.state.iteration == 4:
+            run.pool.may_end.clear()
+            signal.raise_signal(signal.SIGTERM)
+
+    def train_on(loop: Loop) -> None:
+        raise AssertionError(f"iteration {loop.state.iteration + 1} is trained")
+
+    with pytest.raises(StopRequested):
+        run.train(meanwhile)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "report.html").exists()
+    assert sum("stopped by SIGTERM after iteration 5 of 7" in line for line in run.told) == 1
+    run.pool.may_end.set()
+    trained = run.train(train_on, resume="auto")
+    assert trained.means == pytest.approx(dict(enumerate(SCORES[:6])))
+    assert (trained.summary["iterations"], trained.summary["stopped_early"]) == (5, True)
