@@ -10,6 +10,7 @@ import yaml
 
 from g2rpo_ray.cluster import Node, learner_demand, reward_demands, rollout_demand, shortage
 from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.download.catalogue import targets_of
 from tests.cluster.manifests import (
     CRD_FILES,
     ROOT,
@@ -21,6 +22,7 @@ from tests.cluster.manifests import (
     schema_part,
 )
 
+PROJECT = Path(__file__).parents[2]
 JOBS = ["one-node", "gpus-16", "elastic"]
 SETTINGS = [*JOBS, "interactive"]
 
@@ -252,20 +254,52 @@ def test_the_elastic_setting_can_use_every_pod_it_may_have() -> None:
     assert spec["autoscalerOptions"]["idleTimeoutSeconds"] >= config.rollout.timeout_s
 
 
+PLACES = {
+    "workers", "min_workers", "max_workers", "gpus_per_worker", "ranks", "min_replicas",
+    "max_replicas", "gpus_per_replica", "label_selector",
+}  # fmt: skip
+"""Settings that say where and how often, and so change no result."""
+
+
+def without_places(tree: Any) -> Any:
+    """Settings as a recipe has them: paths from its folder, and without ``PLACES``."""
+    if isinstance(tree, dict):
+        return {key: without_places(value) for key, value in tree.items() if key not in PLACES}
+    return tree.replace("/shared/", "") if isinstance(tree, str) else tree
+
+
 @pytest.mark.parametrize("setting", JOBS)
 def test_the_settings_are_a_recipe_run_elsewhere(setting: str) -> None:
-    """Only paths, places and numbers of processes differ from the recipe that the file names."""
+    """Only paths, places and the waits for them differ from the recipe that the file names."""
     path = ROOT / setting / "train.yaml"
     recipe = path.read_text().splitlines()[0].split()[1].rstrip(",")
-    ours = settings_of(setting).model_dump(mode="json")
-    published = load_config(Path(ROOT.parents[1] / recipe)).model_dump(mode="json")
-    for section in ("sampling", "g2rpo", "advantage", "evaluation", "iterations", "seed"):
-        assert ours[section] == published[section]
-    for name in ours["rewards"]:
-        assert ours["rewards"][name]["weight"] == published["rewards"][name]["weight"]
-    places = {"ranks", "label_selector"}
-    assert {k: v for k, v in ours["learner"].items() if k not in places} == {
-        k: v for k, v in published["learner"].items() if k not in places
-    }
-    for place in (ours["run_dir"], ours["model"]["path"], ours["prompts"]["train"]):
-        assert place.startswith("/shared/")
+    ours = without_places(settings_of(setting).model_dump(mode="json"))
+    published = without_places(load_config(PROJECT / recipe).model_dump(mode="json"))
+    for settings in (ours, published):
+        del settings["cluster"], settings["checkpoint"]["every"]
+    assert ours == published
+
+
+@pytest.mark.parametrize("setting", JOBS)
+def test_every_path_of_the_settings_is_on_the_shared_volume(setting: str) -> None:
+    assert relative_paths(settings_of(setting)) == []
+
+
+def test_the_interactive_command_finds_its_files_and_fits_the_pods() -> None:
+    text = (ROOT / "interactive" / "raycluster.yaml").read_text()
+    words: list[str] = []
+    for line in text[text.index("g2rpo train") :].splitlines():
+        words += line.removeprefix("#").removesuffix("\\").split()
+        if not line.endswith("\\"):
+            break
+    config = load_config(PROJECT / words[2], [word for word in words if "=" in word])
+    assert relative_paths(config) == []
+    demands = [rollout_demand(config), learner_demand(config), *reward_demands(config)]
+    assert shortage(demands, nodes_of(ray_object("interactive"))) == []
+
+
+def relative_paths(config: Config) -> list[str]:
+    """Paths of a configuration that are not on the volume that every pod mounts."""
+    paths = [config.run_dir, config.prompts.train, config.prompts.heldout]
+    paths += [str(target.path) for target in targets_of(config)]
+    return [path for path in paths if not path.startswith("/shared/")]

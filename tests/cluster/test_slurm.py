@@ -82,6 +82,8 @@ def test_time_limit_requeue_and_resume_end_as_if_nothing_had_been(
         lambda: trained(run_dir) > 0 or slurm.job(job)["JobState"] == "FAILED",
         "the first iteration", 300, 1.0,
     )  # fmt: skip
+    said = [line for line in slurm.log(job).splitlines() if "metrics: " in line]
+    assert Path(said[0].split()[2]).is_file(), said
     limit_soon(slurm, job, time.monotonic() - started_s)
     wait_until(lambda: slurm.job(job)["Restarts"] == "1", "the requeue", 120, 0.5)
     iterations = trained(run_dir) + MORE_ITERATIONS
