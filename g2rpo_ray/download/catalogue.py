@@ -73,9 +73,11 @@ CATALOGUE: dict[str, Source] = {
     ),
     "HPS_v2.1_compressed.pt": Source(*_HPS, ("HPS_v2.1_compressed.pt",)),
     "HPS_v2_compressed.pt": Source(*_HPS, ("HPS_v2_compressed.pt",)),
-    "DFN5B-CLIP-ViT-H-14-384": Source(
-        "apple/DFN5B-CLIP-ViT-H-14-384", None, _CLIP_FILES, _CLIP_WEIGHTS
-    ),
+    # Public code names the first, open_clip the second.
+    **{
+        name: Source(f"apple/{name}", None, _CLIP_FILES, _CLIP_WEIGHTS)
+        for name in ("DFN5B-CLIP-ViT-H-14-384", "DFN5B-CLIP-ViT-H-14-378")
+    },
     "CLIP-ViT-H-14-laion2B-s32B-b79K": Source(
         "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         "1c2b8495b28150b8a4922ee1c8edee224c284c0c",

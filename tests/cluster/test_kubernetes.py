@@ -215,6 +215,20 @@ def test_every_name_leads_somewhere(setting: str) -> None:
     assert spaces == {"g2rpo"}
 
 
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_docs_say_how_many_gpus_it_takes(setting: str) -> None:
+    counts = {"minReplicas": 0, "replicas": 0, "maxReplicas": 0}
+    for group in groups(ray_object(setting)):
+        (container,) = group["template"]["spec"]["containers"]
+        for key in counts:
+            counts[key] += group[key] * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    least, start, most = counts.values()
+    text = f"{start} to start, then {least} to {most}" if start < most else str(start)
+    lines = (PROJECT / "docs" / "kubernetes.md").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"| `{setting}` |")]
+    assert line.split("|")[-2].strip() == text
+
+
 def nodes_of(tree: Tree) -> list[Node]:
     """The Ray nodes that the cluster starts with."""
     nodes = [Node("head", "head", {}, {"CPU": 0.0}, {})]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from g2rpo_ray.download.command import download
 from g2rpo_ray.download.hub import OfflineError
 from tests.download.hub_server import Hub, Repository, serve
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+PROJECT = Path(__file__).parents[2]
+CONFIGS = PROJECT / "configs"
 FLUX, HPS, CLIP = (
     CATALOGUE[name] for name in ("FLUX.1-dev", "HPS_v2.1_compressed.pt", "DFN5B-CLIP-ViT-H-14-384")
 )
@@ -280,3 +282,18 @@ def test_pins_are_whole_commits() -> None:
     assert all(len(pin) == 40 and int(pin, 16) for pin in pinned)
     assert hub.DEFAULT_ENDPOINT.startswith("https://")
     assert catalogue.CATALOGUE is CATALOGUE
+
+
+@pytest.mark.parametrize("name", ["DFN5B-CLIP-ViT-H-14-384", "DFN5B-CLIP-ViT-H-14-378"])
+def test_both_names_of_apples_clip_are_known(name: str) -> None:
+    override = f"rewards.clip.options.architecture=local-dir:models/{name}"
+    sources = [target.source for target in targets_of(load_config(config(), [override]))]
+    assert f"apple/{name}" in [source.repo for source in sources if source is not None]
+
+
+def test_no_older_huggingface_hub_is_allowed_than_the_one_that_is_tested() -> None:
+    # Older ones have another HTTP client, whose errors hub.py would not know.
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    (bound,) = [d for d in project["dependencies"] if d.startswith("huggingface_hub")]
+    pinned = (PROJECT / "constraints.txt").read_text().splitlines()
+    assert any(line.startswith(bound.replace(">=", "==") + ".") for line in pinned)
