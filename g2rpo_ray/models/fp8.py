@@ -11,11 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from g2rpo_ray.errors import InputError
 from g2rpo_ray.models.flux import FluxPolicy
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """Largest finite number of float8 e4m3."""
+FIRST_CAPABILITY = (8, 9)
+"""Compute capability from which on cards multiply float8 numbers."""
+
+
+class Float8Error(InputError):
+    """The card has no products of float8 numbers; the message names the setting."""
+
+
+def check_float8(device: torch.device) -> None:
+    """
+    Raises:
+        Float8Error: a card that cannot multiply float8 numbers.
+    """
+    if device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < FIRST_CAPABILITY:
+        found_text, needed = (".".join(map(str, c)) for c in (found, FIRST_CAPABILITY))
+        raise Float8Error(
+            f"rollout.fp8: this card has compute capability {found_text}, and products of float8 "
+            f"numbers need {needed} (L40S, H100 and newer); set rollout.fp8=false, or choose other "
+            "cards by rollout.label_selector"
+        )
 
 
 class Float8Linear(nn.Module):
@@ -108,13 +132,12 @@ def _blocks(transformer: nn.Module) -> list[str]:
 
 def _products(block: nn.Module) -> list[tuple[str, nn.Module]]:
     """Linear layers that run over all tokens, an adapter's own parts left out."""
-    found: list[tuple[str, nn.Module]] = []
+    linear: list[tuple[str, nn.Module]] = []
     for name, module in block.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        is_product = isinstance(module, nn.Linear) or hasattr(module, "base_layer")
-        if is_product and not inside and not _is_modulation(name):
-            found.append((name, module))
-    return found
+        inside = any(name.startswith(f"{outer}.") for outer, _ in linear)
+        if not inside and (isinstance(module, nn.Linear) or hasattr(module, "base_layer")):
+            linear.append((name, module))
+    return [(name, module) for name, module in linear if not _is_modulation(name)]
 
 
 def _is_modulation(name: str) -> bool:

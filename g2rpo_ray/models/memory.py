@@ -1,6 +1,7 @@
 """Batches that fit into a device's memory, and what is said where they do not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -59,6 +60,22 @@ class BatchSize:
             f"{wanted}; going on with {self.rows}: write that number into the configuration, since "
             "results round differently in another batch"
         )
+
+
+@contextmanager
+def name_memory(what: str) -> Iterator[None]:
+    """Say what did not fit where memory ends inside, and no batch is there to be halved.
+
+    Raises:
+        DeviceMemoryError: memory ended.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"{what} do not fit beside what is on the device ({_cause(error)}); take a card with "
+            "more memory, or fewer roles on one card"
+        ) from error
 
 
 def largest_batch(candidates: tuple[int, ...], run: Callable[[int], object], setting: str) -> int:

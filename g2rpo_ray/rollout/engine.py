@@ -1,16 +1,18 @@
 """RolloutEngine: the networks of a rollout worker, ready on their device."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from g2rpo_ray.algorithm.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.config import Config, SamplingSection
 from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES
 from g2rpo_ray.models.embeds import PromptEmbeds
-from g2rpo_ray.models.flux import FluxPolicy, LatentShape, load_policy
-from g2rpo_ray.models.fp8 import Float8Twin
+from g2rpo_ray.models.flux import LatentShape, load_policy
+from g2rpo_ray.models.fp8 import Float8Twin, check_float8
 from g2rpo_ray.models.kernels import (
     COMPILE_ERRORS,
     choose_attention,
@@ -19,7 +21,7 @@ from g2rpo_ray.models.kernels import (
     undo_compilation,
 )
 from g2rpo_ray.models.loading import DTYPES, load_part
-from g2rpo_ray.models.memory import BatchSize, largest_batch
+from g2rpo_ray.models.memory import BatchSize, largest_batch, name_memory
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.rollout.evaluator import Evaluator
 from g2rpo_ray.rollout.sampler import Sampler
@@ -40,6 +42,7 @@ class RolloutEngine:
         Raises:
             ModelFolderError: the model cannot be loaded.
             AttentionBackendError: ``rollout.attention`` is unknown or not installed.
+            Float8Error: ``rollout.fp8`` on a card without float8 products.
             DeviceMemoryError: the device's memory does not suffice.
         """
         started_s = time.perf_counter()
@@ -47,17 +50,15 @@ class RolloutEngine:
         self.warnings: list[str] = []
         """What happened since somebody emptied this list."""
         settings, on_gpu = config.rollout, device.type == "cuda"
-        self.policy = load_policy(config, device)
-        vae = load_part(config.model, "vae", DTYPES[config.model.dtype], device)
-        if attention := settings.attention or ("cudnn" if on_gpu else None):
-            choose_attention(self.policy.transformer, attention)
-        batch = BatchSize(self._batch_size(), "rollout.batch_size", self.warnings.append)
-        self._twin = Float8Twin(self.policy) if settings.fp8 else None
+        if settings.fp8:
+            check_float8(device)
+        with name_memory("a rollout worker's networks"):
+            self.policy = load_policy(config, device)
+            vae = load_part(config.model, "vae", DTYPES[config.model.dtype], device)
+            if attention := settings.attention or ("cudnn" if on_gpu else None):
+                choose_attention(self.policy.transformer, attention)
+            self._twin = Float8Twin(self.policy) if settings.fp8 else None
         compiled = on_gpu if settings.compile is None else settings.compile
-        self.exact = Evaluator(self.policy, batch, fixed_shapes=compiled)
-        self.estimate = self.exact
-        if self._twin is not None:
-            self.estimate = Evaluator(self._twin.policy, batch, fixed_shapes=compiled)
         self.decoder = PictureDecoder(
             vae,
             self.policy.shape,
@@ -67,6 +68,12 @@ class RolloutEngine:
             tile_above_px=settings.decode_tile_above_px,
             fixed_shapes=compiled,
         )
+        # Only now is everything on the device that a batch has to fit beside.
+        batch = BatchSize(self._batch_size(), "rollout.batch_size", self.warnings.append)
+        self.exact = Evaluator(self.policy, batch, fixed_shapes=compiled)
+        self.estimate = self.exact
+        if self._twin is not None:
+            self.estimate = Evaluator(self._twin.policy, batch, fixed_shapes=compiled)
         if compiled:
             compiled = self._compile()
         self.description = (
@@ -100,8 +107,11 @@ class RolloutEngine:
         settings = self.config.rollout
         if settings.batch_size != "auto" or self.device.type != "cuda":
             return settings.planned_batch_size
+        policies = [self.policy] if self._twin is None else [self.policy, self._twin.policy]
         return largest_batch(
-            AUTO_BATCH_SIZES, lambda rows: self._evaluate(self.policy, rows), "rollout.batch_size"
+            AUTO_BATCH_SIZES,
+            lambda rows: [self._evaluate(policy, rows) for policy in policies],
+            "rollout.batch_size",
         )
 
     def _compile(self) -> bool:
@@ -128,19 +138,25 @@ class RolloutEngine:
         return True
 
     def _meet_all_shapes(self) -> None:
-        for rows in sorted({1, self.batch_size}):
-            self._evaluate(self.policy, rows)
-        if self._twin is not None:
-            self._evaluate(self._twin.policy, self.batch_size)
+        self._evaluate(self.exact, 1)
+        met = 0
+        while met != self.batch_size:
+            # Again where the batch was halved meanwhile: both are to meet its new shape.
+            met = self.batch_size
+            self._evaluate(self.exact, met)
+            if self._twin is not None:
+                self._evaluate(self.estimate, met)
         self.decoder.decode(torch.zeros(1, *self.policy.shape.packed, device=self.device))
 
     @torch.no_grad()
-    def _evaluate(self, policy: FluxPolicy, rows: int) -> torch.Tensor:
-        dims, dtype = policy.transformer.config, DTYPES[self.config.model.dtype]
-        tokens = self.config.prompts.max_sequence_length
+    def _evaluate(
+        self, evaluate: Callable[[Tensor, Tensor, PromptEmbeds], Tensor], rows: int
+    ) -> Tensor:
+        dims, dtype = self.policy.transformer.config, DTYPES[self.config.model.dtype]
+        tokens, device = self.config.prompts.max_sequence_length, self.policy.transformer.device
         embeds = PromptEmbeds(
-            torch.zeros(tokens, dims.joint_attention_dim, dtype=dtype, device=self.device),
-            torch.zeros(dims.pooled_projection_dim, dtype=dtype, device=self.device),
+            torch.zeros(tokens, dims.joint_attention_dim, dtype=dtype, device=device),
+            torch.zeros(dims.pooled_projection_dim, dtype=dtype, device=device),
         )
-        latents = torch.zeros(rows, *policy.shape.packed, device=self.device)
-        return policy(latents, torch.full((rows,), 0.5, device=self.device), embeds)
+        latents = torch.zeros(rows, *self.policy.shape.packed, device=device)
+        return evaluate(latents, torch.full((rows,), 0.5, device=device), embeds)

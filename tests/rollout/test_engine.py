@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import ConfigError
+from g2rpo_ray.config import Config, ConfigError, LoraSection
 from g2rpo_ray.models.embeds import PromptEmbeds
-from g2rpo_ray.models.flux import FluxPolicy
-from g2rpo_ray.models.fp8 import Float8Linear, Float8Twin, to_float8
+from g2rpo_ray.models.flux import FluxPolicy, load_policy
+from g2rpo_ray.models.fp8 import Float8Error, Float8Linear, Float8Twin, to_float8
 from g2rpo_ray.models.kernels import AttentionBackendError
+from g2rpo_ray.models.loading import load_part
+from g2rpo_ray.models.lora import add_lora
 from g2rpo_ray.models.memory import BatchSize, DeviceMemoryError, largest_batch
 from g2rpo_ray.rollout.engine import RolloutEngine
 from g2rpo_ray.rollout.evaluator import Evaluator
@@ -21,6 +23,8 @@ from tests.rollout.tiny import tiny_policy, tiny_prompt
 from tests.tiny import Redness, encode, tiny_config
 
 CPU = torch.device("cpu")
+CARD = torch.device("cuda")
+ENGINE = "g2rpo_ray.rollout.engine"
 REDNESS = Redness(["clip", "hps"])
 
 
@@ -73,6 +77,86 @@ def test_memory_that_ends_again_is_an_error_that_names_the_setting(most: int, ba
     evaluate = Evaluator(small_memory(most), batch)
     with pytest.raises(DeviceMemoryError, match=r"rollout.batch_size=.* lower rollout.batch_size"):
         evaluate(*latents(batch))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's path for compiled code, without the time that compiling takes."""
+    monkeypatch.setattr(f"{ENGINE}.compile_evaluations", lambda *_: None)
+    monkeypatch.setattr(f"{ENGINE}.compile_decoder", lambda *_: None)
+
+
+def limit_memory(monkeypatch: pytest.MonkeyPatch, exact: int, twin: int) -> list[tuple[bool, int]]:
+    """Most latents in a pass of an engine's policies; returns passes as (of the twin, latents)."""
+    passes, forward = [], FluxPolicy.forward
+
+    def limited(self: FluxPolicy, x: Tensor, sigma: Tensor, embeds: PromptEmbeds) -> Tensor:
+        is_twin = any(isinstance(module, Float8Linear) for module in self.modules())
+        passes.append((is_twin, len(x)))
+        if len(x) > (twin if is_twin else exact):
+            raise out_of_memory()
+        return forward(self, x, sigma, embeds)
+
+    monkeypatch.setattr(FluxPolicy, "forward", limited)
+    return passes
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("exact", "twin"), [(4, 8), (8, 4)])
+def test_memory_that_ends_at_the_start_halves_the_batch_and_both_policies_meet_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: int, twin: int
+) -> None:
+    passes = limit_memory(monkeypatch, exact, twin)
+    overrides = ["rollout.batch_size=8", "rollout.compile=true", "rollout.fp8=true"]
+    engine = RolloutEngine(tiny_config(tmp_path, *overrides), CPU)
+    assert engine.batch_size == 4
+    assert {(False, 1), (False, 4), (True, 4)} <= set(passes)
+    (warning,) = engine.warnings
+    assert "rollout.batch_size=8 ran out of device memory" in warning
+    assert engine.description.startswith("batches of 4")
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_memory_that_ends_again_at_the_start_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, exact=2, twin=2)
+    config = tiny_config(tmp_path, "rollout.batch_size=8", "rollout.compile=true")
+    with pytest.raises(DeviceMemoryError, match=r"lower rollout.batch_size"):
+        RolloutEngine(config, CPU)
+
+
+def test_networks_that_do_not_fit_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise out_of_memory()
+
+    monkeypatch.setattr(f"{ENGINE}.Float8Twin", fail)
+    with pytest.raises(DeviceMemoryError, match=r"networks do not fit .*allocate 2\.00"):
+        RolloutEngine(tiny_config(tmp_path, "rollout.fp8=true"), CPU)
+
+
+def test_auto_tries_the_twin_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_cpu(config: Config, _: torch.device) -> FluxPolicy:
+        return load_policy(config)
+
+    monkeypatch.setattr(f"{ENGINE}.load_policy", on_cpu)
+    monkeypatch.setattr(f"{ENGINE}.load_part", lambda *args: load_part(*args[:3]))
+    monkeypatch.setattr(f"{ENGINE}.choose_attention", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    passes = limit_memory(monkeypatch, exact=8, twin=4)
+    overrides = ["rollout.batch_size=auto", "rollout.compile=false", "rollout.fp8=true"]
+    assert RolloutEngine(tiny_config(tmp_path, *overrides), CARD).batch_size == 4
+    assert passes == [(False, 16), (False, 8), (True, 8), (False, 4), (True, 4)]
+
+
+def test_a_card_without_float8_products_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(Float8Error, match=r"rollout.fp8: .* capability 8\.0, .* need 8\.9"):
+        RolloutEngine(tiny_config(tmp_path, "rollout.fp8=true"), CARD)
 
 
 def test_the_largest_batch_that_fits_is_found() -> None:
@@ -162,6 +246,15 @@ def test_the_float8_twin_follows_the_exact_weights_and_leaves_them_alone(lora: b
     stale = error()
     twin.refresh()
     assert 3 * error() < stale
+
+
+def test_an_adapted_modulation_keeps_its_numbers() -> None:
+    policy = tiny_policy()
+    add_lora(policy.transformer, LoraSection(target_modules=["norm1.linear", "to_q"]), seed=0)
+    twin = Float8Twin(policy).policy
+    rounded = {n for n, m in twin.named_modules() if isinstance(m, Float8Linear)}
+    assert len(rounded) == 17
+    assert not any(".norm" in name for name in rounded)
 
 
 def test_completions_alone_use_float8(tmp_path: Path) -> None:
