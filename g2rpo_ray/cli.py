@@ -186,7 +186,11 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
 
     sample = commands.add_parser("sample", help="draw pictures with the weights of a run")
-    _add_run(sample)
+    _add_run(
+        sample,
+        "last|best|base|PATH",
+        "its best, the base model, one checkpoint, or exported or published weights",
+    )
     sample.add_argument("--prompt", action="append", required=True, help="may be given repeatedly")
     sample.add_argument("--count", type=int, default=1, help="pictures of each prompt (1)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the initial noise (0)")
@@ -200,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.set_defaults(run=_sample)
 
     export = commands.add_parser("export", help="write a run's weights in diffusers' formats")
-    _add_run(export)
+    _add_run(export, "last|best|PATH", "its best, or one checkpoint's folder")
     export.add_argument("--to", type=Path, required=True, help="new folder to write")
     export.add_argument(
         "--merged", action="store_true", help="of a LoRA run: the transformer with it merged in"
@@ -303,14 +307,13 @@ def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     return numbers
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_run(parser: argparse.ArgumentParser, names: str, others: str) -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run")
     parser.add_argument(
         "--checkpoint",
         default="last",
-        metavar="last|best|base|PATH",
-        help="weights: the run's last checkpoint (default), its best, the base model, or one "
-        "checkpoint; sample takes exported and published weights, too",
+        metavar=names,
+        help=f"weights: the run's last checkpoint (default), {others}",
     )
 
 

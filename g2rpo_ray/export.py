@@ -52,13 +52,19 @@ def export(
         average: the moving average of the weights (``learner.ema_decay``) instead of the last.
 
     Raises:
-        ExportError: the folder is there already, or cannot be written.
+        ExportError: the base model was asked for, or the folder is there already or cannot be
+            written.
         CheckpointError: the checkpoint is damaged.
         ModelFolderError: what was read back differs from what was written.
     """
     check_model_folder(config.model)
     if merge and config.model.lora is None:
         raise ExportError("--merged is for LoRA runs; this run trains all weights")
+    if checkpoint == "base":
+        raise ExportError(
+            f"--checkpoint base: that is model.path itself ({config.model.path}); allowed: last, "
+            "best, or the folder of a checkpoint"
+        )
     target = folder.expanduser().absolute()
     if target.exists():
         raise ExportError(f"{target} is there already; name another folder")
@@ -151,7 +157,9 @@ def _what(form: Form, info: CheckpointInfo) -> str:
         return f"A LoRA adapter (`{ADAPTER_FILE}`), trained as {info.trained}."
     if form == "merged":
         return f"A transformer with its adapters merged in ({info.trained})."
-    return "A transformer, all of whose weights were trained."
+    _, _, modules = info.trained.partition("full, of ")
+    which = f"of whose weights those of {modules}" if modules else "all of whose weights"
+    return f"A transformer, {which} were trained."
 
 
 def _usage(config: Config, form: Form) -> str:

@@ -157,12 +157,15 @@ def checkpoint_named(config: Config, name: str) -> Path:
         if best == 0:
             raise RunFolderError(
                 f"{config.run_dir}: no checkpoint there has a higher held-out mean of "
-                f"{config.checkpoint.best} than the base model; --checkpoint base works"
+                f"{config.checkpoint.best} than the base model's (sample, evaluate: "
+                "--checkpoint base)"
             )
         return checkpoint_folder(folder, best)
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
-        raise RunFolderError(f"{config.run_dir}: no checkpoint there yet; --checkpoint base works")
+        raise RunFolderError(
+            f"{config.run_dir}: no checkpoint there yet (sample, evaluate: --checkpoint base)"
+        )
     return checkpoints[-1]
 
 

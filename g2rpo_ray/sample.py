@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from PIL import Image
@@ -54,7 +55,7 @@ def sample(
         Paths, ``<prompt number>_<picture number>.png``, in the order of prompts.
 
     Raises:
-        SampleError: ``trained_steps`` is not among the steps.
+        SampleError: ``trained_steps`` is not among the steps, or ``folder`` cannot be written.
         ModelFolderError, CheckpointError, WeightMismatchError: the weights cannot be used.
     """
     steps = config.evaluation.steps
@@ -64,6 +65,7 @@ def sample(
             f"--trained-steps {trained_steps}: evaluation.steps is {steps}; allowed: 0 to {steps}"
         )
     check_model_folder(config.model)
+    _make_writable(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = load_source(config, checkpoint, average)
     policy = source.policy.to(device)
@@ -89,14 +91,28 @@ def sample(
         latents = [sampler.trajectory(x, e).x0 for x, e in zip(latents, embeds, strict=True)]
 
     vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(device)
-    decoder = PictureDecoder(vae, policy.shape, config.rollout.decode_batch_size)
-    folder.mkdir(parents=True, exist_ok=True)
+    decoder = PictureDecoder(
+        vae,
+        policy.shape,
+        config.rollout.decode_batch_size,
+        tile_above_px=config.rollout.decode_tile_above_px,
+    )
     paths = []
     for prompt_number, x0 in enumerate(latents):
         for number, picture in enumerate(decoder.decode(x0)):
             paths.append(folder / f"{prompt_number}_{number}.png")
             Image.fromarray(picture.numpy()).save(paths[-1])
     return paths
+
+
+def _make_writable(folder: Path) -> None:
+    # Before anything is drawn, which takes minutes.
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SampleError(f"--out {folder}: pictures cannot be written there: {error}") from error
 
 
 @dataclass(frozen=True)

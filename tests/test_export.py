@@ -6,18 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.algorithm import noise
 from g2rpo_ray.config import Config, resolve_path, save_config
-from g2rpo_ray.export import ExportError, export
+from g2rpo_ray.export import ExportError, export, model_card
 from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder, write_checkpoint
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.models.saving import ADAPTER_FILE
 from g2rpo_ray.models.weights import WeightMismatchError, trainable_parameters
+from g2rpo_ray.run import trained_kind
 from g2rpo_ray.sample import SampleError, sample
 from tests.tiny import CAPTIONS, tiny_config
 
@@ -186,6 +187,59 @@ def test_the_card_names_recipe_data_and_use(runs: dict[str, Config], tmp_path: P
         "the run has no evaluation",
     ):
         assert text in card
+
+
+def test_the_card_names_the_modules_that_were_trained(runs: dict[str, Config]) -> None:
+    config = runs["full"]
+    model = config.model.model_copy(update={"trained_modules": ["attn.to_q", "attn.to_k"]})
+    cards = {
+        kind: model_card(config, CheckpointInfo(7, 7, 7, 100, 1.0, kind, 0), "full")
+        for kind in (trained_kind(config.model), trained_kind(model))
+    }
+    whole, part = cards.values()
+    assert "A transformer, all of whose weights were trained." in whole
+    assert "of whose weights those of attn.to_q, attn.to_k were trained." in part
+
+
+def test_the_base_model_is_not_exported(runs: dict[str, Config], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"--checkpoint base: .*model\.path.* last, best"):
+        export(runs["full"], checkpoint="base", folder=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_for_pictures_that_cannot_be_written_is_named_before_anything_is_loaded(
+    runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("g2rpo_ray.sample.load_source", None)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SampleError, match=r"--out .*/file: pictures cannot be written there"):
+        draw(runs["full"], "last", tmp_path / "file")
+    (tmp_path / "file").unlink()
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("g2rpo_ray.sample.TemporaryFile", refuse)
+    with pytest.raises(SampleError, match="Permission denied"):
+        draw(runs["full"], "last", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_pictures_are_drawn_in_tiles(
+    runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiled, decode = [], AutoencoderKL.tiled_decode
+
+    def watched(vae: AutoencoderKL, latents: torch.Tensor, **options: bool) -> object:
+        tiled.append(latents.shape)
+        return decode(vae, latents, **options)
+
+    monkeypatch.setattr(AutoencoderKL, "tiled_decode", watched)
+    rollout = runs["full"].rollout.model_copy(update={"decode_tile_above_px": 64})
+    sampling = runs["full"].sampling.model_copy(update={"height": 80})
+    config = runs["full"].model_copy(update={"rollout": rollout, "sampling": sampling})
+    draw(config, "base", tmp_path)
+    assert tiled
 
 
 def test_a_folder_that_is_there_is_not_touched(runs: dict[str, Config], tmp_path: Path) -> None:

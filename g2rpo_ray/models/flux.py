@@ -10,9 +10,9 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from g2rpo_ray.config import Config
+from g2rpo_ray.config import Config, resolve_path
 from g2rpo_ray.models.embeds import PromptEmbeds
-from g2rpo_ray.models.loading import DTYPES, ModelFolderError, load_part
+from g2rpo_ray.models.loading import DTYPES, load_part, packed_channels
 from g2rpo_ray.models.lora import add_lora, choose_trained
 
 VAE_FACTOR = 8
@@ -67,20 +67,11 @@ class FluxPolicy(nn.Module):
             shape: of the latents.
             guidance: value for the distilled guidance embedding, where the model has one.
             truncate_timesteps: use ``int(sigma * 1000) / 1000`` as published code does.
-
-        Raises:
-            ModelFolderError: the transformer expects other channels than the latents have.
         """
         super().__init__()
-        config = transformer.config
-        if config.in_channels != shape.channels:
-            raise ModelFolderError(
-                f"the transformer takes {config.in_channels} packed channels, the VAE makes "
-                f"{shape.channels}: they belong to different models"
-            )
         self.transformer = transformer
         self.shape = shape
-        self.guidance = guidance if config.guidance_embeds else None
+        self.guidance = guidance if transformer.config.guidance_embeds else None
         self.truncate_timesteps = truncate_timesteps
         self._ids: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
@@ -127,7 +118,11 @@ def load_policy(config: Config, device: torch.device | str = "cpu") -> FluxPolic
     """The policy of ``config.model``, with fresh LoRA adapters where it asks for them.
 
     Adapters start from the run's seed, so every role builds the same ones.
+
+    Raises:
+        ModelFolderError: the transformer cannot be loaded, or takes other latents than the VAE's.
     """
+    channels = packed_channels(resolve_path(config.model.path))
     # On an H100 (torch 2.11) cuDNN's attention ended learner passes in an illegal memory access;
     # both sides of the ratio use the same kernels, so it is off for both.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -139,9 +134,7 @@ def load_policy(config: Config, device: torch.device | str = "cpu") -> FluxPolic
     if config.model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     sampling = config.sampling
-    shape = LatentShape.of_picture(
-        sampling.height, sampling.width, channels=transformer.config.in_channels
-    )
+    shape = LatentShape.of_picture(sampling.height, sampling.width, channels)
     return FluxPolicy(transformer, shape, sampling.guidance, config.model.truncate_timesteps)
 
 

@@ -39,12 +39,14 @@ class ModelFolderError(InputError):
 
 
 def check_model_folder(model: ModelSection) -> Path:
-    """The folder of ``model.path``, with every part in place and every weight file whole.
+    """The folder of ``model.path``, with every part in place, transformer and VAE of the same
+    latents, and every weight file whole.
 
     Which tensors the files hold is checked on loading.
 
     Raises:
-        ModelFolderError: the folder or a part of it is missing, of another class, or cut short.
+        ModelFolderError: the folder or a part of it is missing, of another class or another model,
+            or cut short.
     """
     folder = resolve_path(model.path)
     index_file = folder / "model_index.json"
@@ -71,7 +73,29 @@ def check_model_folder(model: ModelSection) -> Path:
             )
         for file in sorted((folder / part).glob("*.safetensors")):
             _check_whole(file)
+    packed_channels(folder)
     return folder
+
+
+def packed_channels(folder: Path) -> int:
+    """Channels of a token: the 2 x 2 latents of the VAE that the transformer takes and predicts.
+
+    Raises:
+        ModelFolderError: they differ.
+    """
+    network_file, vae_file = (folder / part / "config.json" for part in ("transformer", "vae"))
+    network, vae = _read_json(network_file), _read_json(vae_file)
+    # What a file leaves out has diffusers' default.
+    taken, latent = network.get("in_channels", 64), vae.get("latent_channels", 4)
+    predicted = taken if network.get("out_channels") is None else network["out_channels"]
+    if not taken == predicted == 4 * latent:
+        raise ModelFolderError(
+            f"{network_file}: the transformer takes in_channels {taken} and predicts out_channels "
+            f"{predicted}; {vae_file} has latent_channels {latent}, packed 4 x {latent} = "
+            f"{4 * latent}. All three must be equal: a FLUX with further inputs (Fill, Control) "
+            "or another model's VAE cannot be trained here"
+        )
+    return 4 * latent
 
 
 def load_part(

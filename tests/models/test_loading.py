@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.config import ModelSection
+from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import PARTS, ModelFolderError, check_model_folder, load_part
-from tests.tiny import copy_flux
+from tests.tiny import copy_flux, tiny_config
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -85,6 +86,33 @@ def test_part_of_another_class(folder: Path, part: str, entry: object, found: st
     message = check_error(folder)
     assert f"{path}: part '{part}' is a {found}" in message
     assert PARTS[part].__name__ in message
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "found"),
+    [
+        # FLUX.1-Fill-dev takes the picture, the masked one and the mask.
+        (
+            "transformer",
+            {"in_channels": 384, "out_channels": 64},
+            ["in_channels 384", "out_channels 64", "4 x 16 = 64"],
+        ),
+        ("transformer", {"out_channels": 128}, ["in_channels 64", "out_channels 128"]),
+        ("vae", {"latent_channels": 4}, ["in_channels 64", "latent_channels 4", "4 x 4 = 16"]),
+    ],
+)
+def test_a_transformer_of_other_latents_than_the_vaes(
+    folder: Path, part: str, change: dict[str, int], found: list[str]
+) -> None:
+    path = folder / part / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    message = check_error(folder)
+    files = [f"{folder}/{part}/config.json" for part in ("transformer", "vae")]
+    assert all(text in message for text in files + found)
+    # A role looks for itself, before anything is loaded or made.
+    config = tiny_config(folder / "run", f"model.path={folder}", "model.random_weights=true")
+    with pytest.raises(ModelFolderError, match="All three must be equal"):
+        load_policy(config)
 
 
 @pytest.mark.parametrize("file", WEIGHT_FILES)
