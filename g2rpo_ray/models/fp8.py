@@ -22,16 +22,19 @@ FIRST_CAPABILITY = (8, 9)
 
 
 class Float8Error(InputError):
-    """The card has no products of float8 numbers; the message names the setting."""
+    """The card has no such products of float8 numbers; the message names the setting."""
 
 
-def check_float8(device: torch.device) -> None:
+def check_float8(device: torch.device, dtype: torch.dtype) -> None:
     """
     Raises:
-        Float8Error: a card that cannot multiply float8 numbers.
+        Float8Error: a card that cannot multiply float8 numbers, or not into ``dtype``.
     """
     if device.type != "cuda":
         return
+    if dtype != torch.bfloat16:
+        # PyTorch's kernels add no bias to a float32 answer.
+        raise Float8Error("rollout.fp8 on a card needs model.dtype=bfloat16; set one or the other")
     found = torch.cuda.get_device_capability(device)
     if found < FIRST_CAPABILITY:
         found_text, needed = (".".join(map(str, c)) for c in (found, FIRST_CAPABILITY))

@@ -42,7 +42,7 @@ class RolloutEngine:
         Raises:
             ModelFolderError: the model cannot be loaded.
             AttentionBackendError: ``rollout.attention`` is unknown or not installed.
-            Float8Error: ``rollout.fp8`` on a card without float8 products.
+            Float8Error: ``rollout.fp8`` on a card without such products.
             DeviceMemoryError: the device's memory does not suffice.
         """
         started_s = time.perf_counter()
@@ -51,7 +51,7 @@ class RolloutEngine:
         """What happened since somebody emptied this list."""
         settings, on_gpu = config.rollout, device.type == "cuda"
         if settings.fp8:
-            check_float8(device)
+            check_float8(device, DTYPES[config.model.dtype])
         with name_memory("a rollout worker's networks"):
             self.policy = load_policy(config, device)
             vae = load_part(config.model, "vae", DTYPES[config.model.dtype], device)

@@ -147,6 +147,7 @@ def test_auto_tries_the_twin_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     passes = limit_memory(monkeypatch, exact=8, twin=4)
     overrides = ["rollout.batch_size=auto", "rollout.compile=false", "rollout.fp8=true"]
+    overrides += ["model.dtype=bfloat16"]
     assert RolloutEngine(tiny_config(tmp_path, *overrides), CARD).batch_size == 4
     assert passes == [(False, 16), (False, 8), (True, 8), (False, 4), (True, 4)]
 
@@ -155,7 +156,13 @@ def test_a_card_without_float8_products_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    config = tiny_config(tmp_path, "rollout.fp8=true", "model.dtype=bfloat16")
     with pytest.raises(Float8Error, match=r"rollout.fp8: .* capability 8\.0, .* need 8\.9"):
+        RolloutEngine(config, CARD)
+
+
+def test_float8_products_of_a_card_have_no_float32_answer(tmp_path: Path) -> None:
+    with pytest.raises(Float8Error, match=r"rollout.fp8 .* needs model.dtype=bfloat16"):
         RolloutEngine(tiny_config(tmp_path, "rollout.fp8=true"), CARD)
 
 
