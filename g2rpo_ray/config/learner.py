@@ -23,7 +23,8 @@ class AdvantageSection(Section):
     the weighted sum, so that a reward of wide scale counts more."""
     on_invalid: Literal["stop", "drop_group"] = "stop"
     """A NaN, infinite or missing reward stops the run, or drops its (prompt, step) and counts it.
-    So does a ratio that is not finite, which leaves out its member alone."""
+    So does a ratio that is not finite, which leaves out its member alone. A prediction of the
+    network in training that is not finite always stops the run: it allows no gradient."""
 
 
 class WeightSyncSection(Section):

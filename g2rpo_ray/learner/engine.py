@@ -193,6 +193,12 @@ class LearnerEngine:
         self._state.average()
         return norm
 
+    def smallest_of_ranks(self, value: int) -> int:
+        """The smallest ``value`` of all ranks; collective."""
+        smallest = torch.tensor(value, device=self._engine.device)
+        torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN)
+        return int(smallest)
+
     def weights(self) -> dict[str, Tensor]:
         """Trainable weights in the compute dtype, on this rank's device; collective under ZeRO-3.
 

@@ -63,14 +63,26 @@ class GroupTraining:
     """One group on one rank: its advantages, and the passes over its steps."""
 
     def __init__(
-        self, engine: LearnerEngine, group: RolloutGroup, config: Config, device: torch.device
+        self,
+        engine: LearnerEngine,
+        group: RolloutGroup,
+        config: Config,
+        device: torch.device,
+        batch_size: int,
     ) -> None:
+        """
+        Args:
+            batch_size: most latents in one pass of the network, the same on every rank.
+        """
         self._engine, self._config, self._device = engine, config, device
-        # A dropped group may hold infinite numbers; as zeros they cannot spoil the gradient.
+        self._batches = group.passes(batch_size)
+        # What broke the network in the rollout would break it here again. It is in a dropped group:
+        # as zeros it cannot spoil the gradient.
+        sound = (group.latents.isfinite() & group.velocities.isfinite()).flatten(2).all(dim=2)
         self._group = replace(
             group,
-            latents=group.latents.nan_to_num(0.0, 0.0, 0.0),
-            velocities=group.velocities.nan_to_num(0.0, 0.0, 0.0),
+            latents=torch.where(sound[..., None, None], group.latents, 0.0),
+            velocities=torch.where(sound[..., None, None], group.velocities, 0.0),
         )
         self._embeds = group.prompt.embeds.to(device)
         self._advantages = _advantages(group, config)
@@ -84,7 +96,7 @@ class GroupTraining:
                 torch.cat(
                     [
                         self._velocities([latents[rows].to(self._device)], [step.sigma])[0]
-                        for rows, _ in self._group.passes()
+                        for rows, _ in self._batches
                     ]
                 )
                 for latents, step in zip(self._group.latents, self._group.sde_steps, strict=True)
@@ -96,7 +108,7 @@ class GroupTraining:
     ) -> list[StepRecord]:
         """Add the gradients of some steps; ``last`` ends the accumulation.
 
-        Several steps are one pass of the network; a single one is as many as the rollout made.
+        Several steps are one pass of the network; a single one is as many as its latents need.
         """
         sums = {
             position: _StepSums(self._step_data(position), scale)
@@ -110,10 +122,9 @@ class GroupTraining:
 
     def _passes(self, positions: Sequence[int]) -> list[list[tuple[int, slice, slice]]]:
         """(position, rows, members) of what each pass of the network holds."""
-        passes = self._group.passes()
-        if len(passes) == 1:
-            return [[(position, *passes[0]) for position in positions]]
-        return [[(position, *part)] for position in positions for part in passes]
+        if len(self._batches) == 1:
+            return [[(position, *self._batches[0]) for position in positions]]
+        return [[(position, *part)] for position in positions for part in self._batches]
 
     def _add_pass(self, parts: list[tuple["_StepSums", slice, slice]], update: int) -> Tensor:
         """One pass: adds to the sums of its steps, and returns the scaled loss of all of them."""
@@ -128,6 +139,7 @@ class GroupTraining:
         for (sums, rows, members), velocity, reference in zip(
             parts, velocities, references, strict=True
         ):
+            self._require_finite(velocity, sums.data, rows)
             policy, divergence = self._loss(sums.data, velocity, reference, rows, members, update)
             loss = policy.loss + self._config.learner.kl_weight * divergence
             share = len(policy.usable) / self._group.members
@@ -176,9 +188,7 @@ class GroupTraining:
         """The policy's loss, and its KL to the reference (0 without one)."""
         settings, step = self._config.learner, data.step
         x, next_x = data.latents[rows], data.next_latents[members]
-        # A broken prediction is masked, so that it reaches no gradient, and counted by its NaN.
-        sound = velocity.isfinite().all(dim=-1).all(dim=-1)
-        mean = step.mean(x, torch.where(sound[:, None, None], velocity, 0.0))
+        mean = step.mean(x, velocity)
         if update == 0 and settings.old_log_prob == "learner":
             old_mean = mean.detach()
         else:
@@ -190,13 +200,31 @@ class GroupTraining:
         if settings.normalise_ratio:
             log_prob = normalise_log_prob(log_prob, mean, old_mean, step.std)
             old_log_prob = normalise_log_prob(old_log_prob, old_mean, old_mean, step.std)
-        log_prob = torch.where(sound, log_prob, torch.nan)
         policy = clipped_policy_loss(
             log_prob, old_log_prob, data.advantages[members], settings.clip
         )
         if reference is None:
             return policy, torch.zeros_like(policy.loss)
         return policy, gaussian_kl(mean, step.mean(x, reference), step.std)
+
+    def _require_finite(self, velocity: Tensor, data: _StepData, rows: slice) -> None:
+        """Before its backward pass: behind a broken activation even a zero gradient is NaN."""
+        broken = ~velocity.isfinite().flatten(1).all(dim=1)
+        if not bool(broken.any()):
+            return
+        group = self._group
+        numbers = range(group.latents.shape[1])[rows]
+        members = [
+            str(n) for n, is_broken in zip(numbers, broken.tolist(), strict=True) if is_broken
+        ]
+        who = "all members" if group.latents.shape[1] == 1 else f"member {', '.join(members)}"
+        raise LearnerError(
+            f"group {group.key.group_id}, prompt {group.prompt.text!r:.80}, SDE step "
+            f"{group.step_indices[data.position]}: the network's prediction for {who} is not "
+            "finite, and no gradient can be taken through it, whatever advantage.on_invalid says. "
+            "The optimizer's step was not made: resume from an earlier checkpoint with a smaller "
+            "learner.learning_rate, or with model.dtype: float32"
+        )
 
     def _step_data(self, position: int) -> _StepData:
         return _StepData(

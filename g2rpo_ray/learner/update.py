@@ -16,8 +16,8 @@ __all__ = ["Assignment", "StepRecord", "UpdateReport", "assign", "update_on_grou
 
 @dataclass(frozen=True)
 class Assignment:
-    """A group on this rank. Ranks make equally many passes, since collectives pair up: where
-    prompts do not divide evenly, a rank repeats a group with weight 0."""
+    """A group on this rank. Ranks have equally many, since collectives pair up: where prompts do
+    not divide evenly, a rank repeats a group with weight 0."""
 
     group: RolloutGroup
     weight: float
@@ -53,17 +53,20 @@ def update_on_groups(
 
     The loss is the mean over ``prompts`` (and over SDE steps, with ``per_iteration``), whatever the
     number of ranks: DeepSpeed averages gradients over ranks, so each rank scales by their number.
-    A dropped group counts as zero.
+    A dropped group counts as zero. All groups are passed in the smallest of their batch sizes, on
+    whichever rank: ranks make equally many passes.
 
     Raises:
-        LearnerError: a ratio is not finite, and the run is to stop then.
+        LearnerError: the network's prediction is not finite; or a ratio, and the run is to stop.
     """
     settings = config.learner
     steps = assignments[0].group.sde_steps
     per_step = settings.update == "per_sde_step"
     scale = ranks / prompts / (1 if per_step else len(steps))
     weights = step_weights(steps, settings.step_weight)
-    trainings = [GroupTraining(engine, a.group, config, device) for a in assignments]
+    # A worker that ran out of memory, or has another card, may have drawn in smaller batches.
+    batch_size = engine.smallest_of_ranks(min(a.group.batch_size for a in assignments))
+    trainings = [GroupTraining(engine, a.group, config, device, batch_size) for a in assignments]
     if settings.old_log_prob == "learner" and per_step:
         # Before the only update of an iteration, old and new are the same forward pass.
         for training in trainings:

@@ -64,7 +64,7 @@ class RolloutGroup:
     evaluations: int
     """Velocity predictions that were made, counted at the network."""
     batch_size: int
-    """Most latents in one pass of the network; the learner's passes are the same."""
+    """Most latents in one pass of the network; the learner's passes hold no more."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by phase: ``denoise_s``, ``decode_s``, ``score_s``."""
 
@@ -72,17 +72,17 @@ class RolloutGroup:
     def members(self) -> int:
         return self.rewards.shape[-1]
 
-    def passes(self) -> list[tuple[slice, slice]]:
+    def passes(self, batch_size: int) -> list[tuple[slice, slice]]:
         """Passes of the network over the latents of a step, and the members that each one moves.
 
-        The same batches as in the rollout, so that both sides round alike. Where the members share
-        x_k, a single evaluation moves them all.
+        With the group's own ``batch_size`` they are the rollout's, and both sides round alike.
+        Where the members share x_k, a single evaluation moves them all.
         """
         rows = self.latents.shape[1]
         if rows == 1:
             return [(slice(0, 1), slice(0, self.members))]
-        starts = range(0, rows, self.batch_size)
-        return [(part, part) for part in (slice(s, min(s + self.batch_size, rows)) for s in starts)]
+        starts = range(0, rows, batch_size)
+        return [(part, part) for part in (slice(s, min(s + batch_size, rows)) for s in starts)]
 
     def next_latents(self, position: int) -> Tensor:
         """float32 ``[M, tokens, channels]``: x_{k+1} of every member, re-made from the seeds.

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -338,6 +338,22 @@ def test_bfloat16_continues_from_its_float32_weights(
     ranks[1].start(*overrides, checkpoint=checkpoint)
     ranks[1].update(groups)
     assert equal_weights(ranks[1].state(), uninterrupted)
+
+
+def test_groups_of_other_batch_sizes_do_not_part_the_ranks(
+    ranks: dict[int, Ranks], run_dir: Path
+) -> None:
+    overrides = ["algorithm=mix_grpo", "mix_grpo.window=2", "learner.zero_stage=3"]
+    config = tiny_config(run_dir, *overrides)
+    first, second = draw_groups(config, encode(config)[:2])
+    # One worker had to halve its batch: these two would be one pass and two, each with collectives.
+    groups = [replace(first, batch_size=4), replace(second, batch_size=2)]
+    norms = []
+    for group in ranks.values():
+        group.start(*overrides)
+        norms += [report.grad_norms for report in group.update(groups)]
+    assert norms[1] == norms[2]
+    assert norms[0][0] == pytest.approx(norms[1][0], rel=ROUNDING)
 
 
 @pytest.mark.parametrize(("count", "value"), [(1, float("inf")), (2, float("nan"))])

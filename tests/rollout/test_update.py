@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,6 +77,26 @@ def test_the_batch_of_the_passes_does_not_change_the_gradient(algorithm: str) ->
     groups = draw_groups(config)
     split = [replace(group, batch_size=1) for group in groups]
     torch.testing.assert_close(gradient_of(config, groups), gradient_of(config, split))
+
+
+@pytest.mark.parametrize("algorithm", ["mix_grpo", "flow_grpo", "dance_grpo"])
+@pytest.mark.parametrize("old_log_prob", ["rollout", "learner"])
+def test_the_smallest_batch_of_all_ranks_is_everyones(algorithm: str, old_log_prob: str) -> None:
+    settings = {"old_log_prob": old_log_prob, "update": "per_sde_step"}
+    config = tiny_config(algorithm, learner=settings)
+    first, second = draw_groups(config)
+    small, large = replace(first, batch_size=2), replace(second, batch_size=4)
+    passes = []
+    for group, others in ((small, 4), (large, 2), (large, 4)):
+        engine = PlainEngine(tiny_policy(), others_batch_size=others)
+        forward = mock.Mock(wraps=engine.policy.forward)
+        engine.policy.forward = forward  # type: ignore[method-assign]
+        update(engine, [group], config, prompts=2, ranks=2)
+        passes.append((forward.call_count, len(engine.ended)))
+    assert passes[0] == passes[1] > passes[2]
+    mixed = PlainEngine(tiny_policy())
+    update(mixed, [large, small], config)
+    assert len(mixed.ended) == 2 * passes[0][1]
 
 
 @pytest.mark.parametrize("algorithm", ["g2rpo", "flow_grpo"])
@@ -196,13 +217,17 @@ def moved_policy() -> FluxPolicy:
     return policy
 
 
+# The second is finite, and overflows in the network, in the rollout as here.
+@pytest.mark.parametrize("latents", [math.inf, 3e38])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_group_with_infinite_latents_is_dropped_without_a_trace(algorithm: str) -> None:
+def test_a_group_with_infinite_latents_is_dropped_without_a_trace(
+    algorithm: str, latents: float
+) -> None:
     config = tiny_config(algorithm, advantage={"on_invalid": "drop_group"})
     sound, other = draw_groups(config)
     broken = replace(
         other,
-        latents=torch.full_like(other.latents, math.inf),
+        latents=torch.full_like(other.latents, latents),
         velocities=torch.full_like(other.velocities, math.nan),
         rewards=torch.full_like(other.rewards, math.nan),
     )
@@ -227,21 +252,49 @@ def test_a_dropped_group_adds_no_kl_either() -> None:
     torch.testing.assert_close(both, gradient_of(config, [sound], moved_policy()) / 2)
 
 
-class _BreaksOneMember(PlainEngine):
-    """An engine whose first prediction of every pass is infinite."""
+def _break_a_block(policy: FluxPolicy) -> None:
+    """Let the activations of the first latents of every pass overflow inside the network."""
 
-    def __call__(self, *args: Any) -> Tensor:
-        velocity = super().__call__(*args).clone()
-        velocity[0] = math.inf
-        return velocity
+    def overflow(_block: Any, _arguments: Any, outputs: tuple[Tensor, Tensor]) -> Any:
+        text, picture = outputs
+        scale = torch.ones(len(picture), 1, 1)
+        scale[0] = 1e30
+        return text, picture * scale * scale
+
+    policy.transformer.transformer_blocks[0].register_forward_hook(overflow)
+
+
+@pytest.mark.parametrize("on_invalid", ["drop_group", "stop"])
+@pytest.mark.parametrize(
+    ("algorithm", "who"), [("flow_grpo", "member 0"), ("g2rpo", "all members")]
+)
+def test_an_overflow_inside_the_network_stops_before_the_weights_are_lost(
+    algorithm: str, who: str, on_invalid: str
+) -> None:
+    config = tiny_config(algorithm, advantage={"on_invalid": on_invalid})
+    groups = draw_groups(config, count=1)
+    engine = PlainEngine(tiny_policy())
+    _break_a_block(engine.policy)
+    with pytest.raises(LearnerError) as caught:
+        update(engine, groups, config)
+    message = str(caught.value)
+    assert "group 0, prompt 'prompt 0', SDE step 0: the network's prediction for " in message
+    assert f"{who} is not finite" in message
+    assert (engine.ended, engine.gradients) == ([], [])
+
+
+def _with_a_member_far_away(config: Config) -> RolloutGroup:
+    """Member 1 went from x_k to where the density under the new weights is zero in float32."""
+    group = draw_groups(config, count=1)[0]
+    velocities = group.velocities.clone()
+    velocities[:, 1] = 1e30
+    return replace(group, velocities=velocities)
 
 
 def test_members_with_an_infinite_log_probability_are_masked_and_counted() -> None:
     config = tiny_config("flow_grpo", advantage={"on_invalid": "drop_group"})
-    groups = draw_groups(config, count=1)
-    report = update(_BreaksOneMember(tiny_policy()), groups, config)
-    # Four members in passes of three: the first of each pass is lost.
-    assert {record.masked_members for record in report.records} == {2}
+    report = update(PlainEngine(tiny_policy()), [_with_a_member_far_away(config)], config)
+    assert {record.masked_members for record in report.records} == {1}
     assert all(math.isfinite(record.loss) for record in report.records)
     assert math.isfinite(report.grad_norms[0])
     assert report.grad_norms[0] > 0
@@ -249,5 +302,5 @@ def test_members_with_an_infinite_log_probability_are_masked_and_counted() -> No
 
 def test_an_infinite_log_probability_stops_the_run_where_that_is_configured() -> None:
     config = tiny_config("flow_grpo")
-    with pytest.raises(LearnerError, match="2 of 4 members is not finite"):
-        update(_BreaksOneMember(tiny_policy()), draw_groups(config, count=1), config)
+    with pytest.raises(LearnerError, match="1 of 4 members is not finite"):
+        update(PlainEngine(tiny_policy()), [_with_a_member_far_away(config)], config)

@@ -111,6 +111,8 @@ class PlainEngine:
 
     policy: FluxPolicy
     learning_rate: float = 1e-3
+    others_batch_size: int = 64
+    """The smallest of the groups that other ranks would have."""
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     """Of every step, by the parameter's name."""
     ended: list[bool] = field(default_factory=list)
@@ -119,6 +121,9 @@ class PlainEngine:
     def __call__(self, *args: Any) -> Tensor:
         velocity: Tensor = self.policy(*args)
         return velocity
+
+    def smallest_of_ranks(self, value: int) -> int:
+        return min(value, self.others_batch_size)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
