@@ -41,9 +41,9 @@ class CheckpointSection(Section):
     keep_last: int = Field(2, ge=1)
     """Checkpoints kept; older ones are deleted after a new one is verified."""
     snapshot_every: int = Field(1, ge=0)
-    """Iterations between snapshots: whole states that the learner writes in the background, kept
-    until the next checkpoint is whole. A killed run or rank loses no more than what came after. 0
-    writes none; then the groups since the last checkpoint stay in the object store."""
+    """Iterations between snapshots: whole states that the learner writes in the background, the
+    last two kept until the next checkpoint is whole. A killed run or rank loses no more than what
+    came after. 0 writes none; groups since the last checkpoint then stay in the object store."""
     best: str | None = None
     """A reward: the checkpoint whose evaluation has its highest held-out mean is kept, too, as
     ``best``. It needs checkpoints of evaluated iterations: ``every`` and ``evaluation.every``."""

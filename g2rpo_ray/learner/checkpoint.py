@@ -41,6 +41,7 @@ RANK_FILE = "rank-{:05d}.json"
 """What a rank has written, for state.json; or why it could not."""
 SNAPSHOTS = "snapshots"
 """Folder, laid out like a run's, of the states that are kept only until the next checkpoint."""
+SNAPSHOTS_KEPT = 2
 WEIGHT_PREFIX, AVERAGE_PREFIX = "weight.", "ema."
 POLL_S = 0.1
 

@@ -13,6 +13,8 @@ import torch
 from g2rpo_ray.config import Config
 from g2rpo_ray.device import role_device
 from g2rpo_ray.learner.checkpoint import (
+    SNAPSHOTS,
+    SNAPSHOTS_KEPT,
     CheckpointError,
     CheckpointInfo,
     commit_checkpoint,
@@ -178,9 +180,12 @@ class Learner:
                 # The shard's copy goes, also where the error would keep this frame.
                 parts.clear()
             if self.rank == 0:
-                settings, keep_last = self.config.learner, self.config.checkpoint.keep_last
+                settings, run_dir = self.config.learner, folder.parent.parent
                 commit_checkpoint(folder, info, settings.ranks, settings.timeout_s)
-                delete_old_checkpoints(folder.parent.parent, keep_last, folder, keep_also)
+                # By the two last names: a run may itself be called "snapshots".
+                is_snapshot = run_dir.parts[-2:] == (Path(self.config.run_dir).name, SNAPSHOTS)
+                keep_last = SNAPSHOTS_KEPT if is_snapshot else self.config.checkpoint.keep_last
+                delete_old_checkpoints(run_dir, keep_last, folder, keep_also)
         return time.monotonic() - started_s
 
     def checksum(self) -> str:

@@ -15,7 +15,7 @@ from g2rpo_ray.doctor.checks.limits import check_limits
 from g2rpo_ray.doctor.checks.models import judge_digests
 from g2rpo_ray.doctor.checks.room import check_room
 from g2rpo_ray.doctor.checks.secrets import check_secrets
-from g2rpo_ray.doctor.checks.storage import check_space
+from g2rpo_ray.doctor.checks.storage import check_space, most_states
 from g2rpo_ray.doctor.checks.versions import check_versions
 from g2rpo_ray.doctor.files import digests, model_problems
 from g2rpo_ray.doctor.probe import Gpu, NodeFacts
@@ -133,9 +133,27 @@ def test_space_for_checkpoints(tmp_path: Path) -> None:
     # 1.86 M parameters of the tiny model, 12 bytes each.
     few = check_space(tiny_config(tmp_path), tmp_path)
     assert few.level == Level.OK
-    many = check_space(tiny_config(tmp_path, "checkpoint.keep_last=1000000000"), tmp_path)
-    assert many.level == Level.FAIL
-    assert "checkpoints want up to 20827531.8 GiB" in many.what
+    many = ["checkpoint.keep_last=1000000000"]
+    finding = check_space(tiny_config(tmp_path, *many), tmp_path)
+    assert finding.level == Level.FAIL
+    assert "checkpoints want up to 20827531.9 GiB" in finding.what
+    finding = check_space(tiny_config(tmp_path, *many, "learner.ema_decay=0.9"), tmp_path)
+    assert "checkpoints want up to 27770042.5 GiB" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("settings", "states"),
+    [
+        (["snapshot_every=0"], 3 + 1),
+        (["snapshot_every=5"], 3 + 2 + 1),
+        (["snapshot_every=0", "best=clip"], 3 + 1 + 1),
+    ],
+)
+def test_states_on_the_disk_are_counted(tmp_path: Path, settings: list[str], states: int) -> None:
+    settings = [f"checkpoint.{setting}" for setting in ("keep_last=3", "every=1", *settings)]
+    assert most_states(tiny_config(tmp_path, "evaluation.every=1", *settings)) == states
+    beside = tiny_config(tmp_path, "evaluation.every=1", "evaluation.workers=1", *settings)
+    assert most_states(beside) == states + ("checkpoint.best=clip" in settings)
 
 
 def test_model_files(tmp_path: Path) -> None:

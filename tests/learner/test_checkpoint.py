@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from g2rpo_ray.learner.checkpoint import (
     checkpoint_folder,
     commit_checkpoint,
     delete_old_checkpoints,
+    iteration_of,
     list_checkpoints,
     open_checkpoint,
     prepare_checkpoint,
@@ -34,7 +36,8 @@ from g2rpo_ray.learner.checkpoint import (
     write_rank,
 )
 from g2rpo_ray.learner.shards import StatePart, whole_parts
-from tests.tiny import equal_weights
+from g2rpo_ray.learner.worker import Learner
+from tests.tiny import equal_weights, tiny_config
 
 FILES = [WEIGHTS_FILE.format(0), OPTIMIZER_FILE.format(0)]
 
@@ -377,6 +380,22 @@ def test_snapshots_go_when_a_checkpoint_is_there(tmp_path: Path) -> None:
     delete_old_checkpoints(tmp_path, keep_last=1, newest=newest)
     assert not (tmp_path / SNAPSHOTS).exists()
     assert list_checkpoints(tmp_path) == [newest]
+
+
+def test_two_snapshots_are_kept_whatever_is_kept_of_checkpoints(tmp_path: Path) -> None:
+    # A run that bears the name of a snapshot folder: its checkpoints are none.
+    run_dir = tmp_path / SNAPSHOTS
+    rank: Any = SimpleNamespace(
+        rank=0, config=tiny_config(run_dir, "checkpoint.keep_last=3", "learner.ranks=1")
+    )
+    for folder in (run_dir, run_dir / SNAPSHOTS):
+        for iteration in range(1, 6):
+            target = checkpoint_folder(folder, iteration)
+            prepare_checkpoint(target)
+            Learner._write(rank, target, info_of(iteration), whole_parts(state_of(1.0)), [])
+    checkpoints, snapshots = list_checkpoints(run_dir), list_checkpoints(run_dir / SNAPSHOTS)
+    assert [iteration_of(folder) for folder in checkpoints] == [3, 4, 5]
+    assert [iteration_of(folder) for folder in snapshots] == [4, 5]
 
 
 def test_a_rank_that_does_not_see_the_folder_is_told_why(tmp_path: Path) -> None:

@@ -129,9 +129,12 @@ def test_a_compiled_worker_binds_the_same_names(ranks: Ranks, workers: list[Acto
 def test_a_worker_that_hangs_is_named_and_the_next_sync_goes_through(
     ranks: Ranks, workers: list[ActorHandle]
 ) -> None:
-    transport = NcclSync(BUCKET_MIB, timeout_s=3)
+    ray.get([worker.hang.remote(0) for worker in workers])
+    # Long enough for four running processes to meet on a busy machine. The hang is longer, and ends
+    # within the grace that follows.
+    transport = NcclSync(BUCKET_MIB, timeout_s=15)
     ranks.sync(transport, workers, 1)
-    ray.get(workers[1].hang.remote(6))
+    ray.get(workers[1].hang.remote(22))
     with pytest.raises(WeightSyncError) as caught:
         ranks.sync(transport, workers, 2)
     assert "missing: rollout worker 1" in str(caught.value)

@@ -12,10 +12,13 @@ from safetensors import SafetensorError, safe_open
 from g2rpo_ray.config import Config, resolve_path
 from g2rpo_ray.doctor.probe import ask
 from g2rpo_ray.doctor.report import Finding, fail, ok, warn
+from g2rpo_ray.learner.checkpoint import SNAPSHOTS_KEPT
 
 WRITE_MIB = 64
 STATE_BYTES = 12
 """Of a trained parameter in a checkpoint: fp32 weight and AdamW's two moments."""
+AVERAGE_BYTES = 4
+"""And its moving average, where ``learner.ema_decay`` is set."""
 ADAPTER_SHARE = 0.1
 """Adapters are taken for at most this share of the model's parameters."""
 
@@ -61,17 +64,31 @@ def check_storage(config: Config, probes: Mapping[str, ActorHandle]) -> list[Fin
 
 
 def check_space(config: Config, folder: Path) -> Finding:
-    """Room for the checkpoints that are kept, and the one being written."""
+    """Room for the states that are kept, and the one being written."""
     free_gib = shutil.disk_usage(folder).free / 2**30
     parameters = _parameters(resolve_path(config.model.path) / "transformer")
     share = 1.0 if config.model.lora is None else ADAPTER_SHARE
-    wanted_gib = (config.checkpoint.keep_last + 1) * parameters * share * STATE_BYTES / 2**30
-    what = f"{folder}: {free_gib:.1f} GiB free, checkpoints want up to {wanted_gib:.1f} GiB"
+    state_bytes = STATE_BYTES + (AVERAGE_BYTES if config.learner.ema_decay else 0)
+    states = most_states(config)
+    wanted_gib = states * parameters * share * state_bytes / 2**30
+    what = (
+        f"{folder}: {free_gib:.1f} GiB free, checkpoints want up to {wanted_gib:.1f} GiB "
+        f"({states} states, snapshots included)"
+    )
     if free_gib < wanted_gib:
         return fail("space", what, "free some, keep fewer (checkpoint.keep_last), or move run_dir")
     if free_gib < 2 * wanted_gib:
         return warn("space", what, "it may not last: metrics, pictures and logs come on top")
     return ok("space", what)
+
+
+def most_states(config: Config) -> int:
+    """Checkpoints and snapshots that lie on the disk at the same time, at most."""
+    settings, writing = config.checkpoint, 1
+    snapshots = SNAPSHOTS_KEPT if settings.snapshot_every else 0
+    # One that is under evaluation may become the best: it is kept, too.
+    best = 0 if settings.best is None else 1 + bool(config.evaluation.workers)
+    return settings.keep_last + best + snapshots + writing
 
 
 def _parameters(folder: Path) -> int:
