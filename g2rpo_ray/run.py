@@ -63,6 +63,8 @@ def trained_kind(model: ModelSection) -> str:
 def open_run(config: Config, resume: str) -> Run:
     """Make the run folder, or find the checkpoint to continue from.
 
+    A run that goes on has no ``summary.json`` until it ends again.
+
     Args:
         resume: ``none`` starts a new run and refuses a folder that has one; ``auto`` continues
             from the last checkpoint where there is one; else the folder of a checkpoint.
@@ -103,6 +105,9 @@ def open_run(config: Config, resume: str) -> Run:
         first_record = info.iteration + 1 if has_run else None
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if has_run:
+            # It would be read as this life's: its end is not reached yet.
+            (folder / "summary.json").unlink(missing_ok=True)
         (folder / "versions.json").write_text(json.dumps(versions(), indent=1))
         save_config(config, folder / "config.yaml")
     except OSError as error:

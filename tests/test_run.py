@@ -25,6 +25,7 @@ from g2rpo_ray.run import (
     trained_kind,
     write_resolved,
 )
+from g2rpo_ray.tracking.report import write_report
 from tests.tiny import tiny_config
 
 
@@ -213,6 +214,16 @@ def test_a_complete_run_says_how_to_go_on(folder: Path) -> None:
     message = error_of(config, "auto")
     assert "iteration 10 of 10: the run is complete; raise iterations" in message
     assert open_run(config_of(folder, "iterations=12"), "auto").info.iteration == 10
+
+
+def test_a_prolonged_run_does_not_show_the_summary_of_its_earlier_life(folder: Path) -> None:
+    config = start(folder)
+    save(config, 10)
+    (folder / "summary.json").write_text(json.dumps({"iterations": 10, "train_s": 60.0}))
+    error_of(config, "auto")
+    assert (folder / "summary.json").exists(), "a refused run keeps it"
+    open_run(config_of(folder, "iterations=12"), "auto")
+    assert "There is no summary.json" in write_report(folder).read_text()
 
 
 def test_a_run_that_lacks_only_its_last_evaluation_is_finished(folder: Path) -> None:
