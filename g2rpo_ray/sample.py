@@ -55,7 +55,8 @@ def sample(
         Paths, ``<prompt number>_<picture number>.png``, in the order of prompts.
 
     Raises:
-        SampleError: ``trained_steps`` is not among the steps, or ``folder`` cannot be written.
+        SampleError: ``trained_steps`` is not among the steps, ``folder`` cannot be written, or latents
+            are not finite.
         ModelFolderError, CheckpointError, WeightMismatchError: the weights cannot be used.
     """
     steps = config.evaluation.steps
@@ -89,6 +90,7 @@ def sample(
         source.back_to_base()
         sampler = Sampler(evaluate, sigmas[trained_steps:])
         latents = [sampler.trajectory(x, e).x0 for x, e in zip(latents, embeds, strict=True)]
+    _check_finite(latents, prompts, checkpoint)
 
     vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(device)
     decoder = PictureDecoder(
@@ -113,6 +115,18 @@ def _make_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise SampleError(f"--out {folder}: pictures cannot be written there: {error}") from error
+
+
+def _check_finite(latents: Sequence[Tensor], prompts: Sequence[str], checkpoint: str) -> None:
+    # The decoder would make a black picture of them.
+    for prompt, x0 in zip(prompts, latents, strict=True):
+        broken = int((~x0.isfinite().flatten(1).all(dim=1)).sum())
+        if broken:
+            raise SampleError(
+                f"--checkpoint {checkpoint}: {broken} of {len(x0)} pictures have latents that are "
+                f"not finite, prompt {prompt!r:.80}; nothing is saved. Draw from an earlier "
+                "checkpoint, or with model.dtype: float32"
+            )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Stub:
     ) -> tuple[RolloutSummary, tuple[float, float]]:
         started_s = time.monotonic()
         await asyncio.sleep(work_s)
-        summary = RolloutSummary(group_id, 0, 1, 1, {}, {}, {}, {}, [], [], 0.0, [])
+        summary = RolloutSummary(group_id, 0, 1, 1, {}, {}, [], [], 0.0, [])
         return summary, (started_s, time.monotonic())
 
 

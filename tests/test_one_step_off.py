@@ -64,7 +64,7 @@ class FakeRoles:
         self.diary.append(f"draw {iteration} with {self.workers_version}")
         if iteration == self.learns_after:
             self.may_learn.set()
-        summary = RolloutSummary(0, self.workers_version, 1, 1, {}, {}, {}, {}, [], [], 0.0, [])
+        summary = RolloutSummary(0, self.workers_version, 1, 1, {}, {}, [], [], 0.0, [])
         return [summary] * len(prompts), [f"groups {iteration}"] * len(prompts)
 
     def update(self, groups: list[str]) -> LearnerUpdate:

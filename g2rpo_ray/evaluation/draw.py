@@ -14,7 +14,7 @@ from g2rpo_ray.evaluation.rows import Row, Weights
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.weights import receipt, trainable_parameters
 from g2rpo_ray.rollout.pool import RolloutPool
-from g2rpo_ray.rollout.worker import HeldoutDraw
+from g2rpo_ray.rollout.worker import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.sample import weights_in
 from g2rpo_ray.weight_sync import ObjectStoreSync
 
@@ -35,6 +35,8 @@ class Drawing:
     pool: RolloutPool
     records: Records
     on_progress: OnProgress
+    tell: Callable[[str], None] = print
+    """Told of scores that are missing."""
     encoded: dict[int, ray.ObjectRef] = field(default_factory=dict)
     """Prompts by id, encoded once."""
 
@@ -55,9 +57,7 @@ class Drawing:
 
     def _draw(self, row: Row, draw: HeldoutDraw) -> None:
         for prompts in self._chunks(self._missing(row)):
-            results = self.pool.evaluate(self._encode(prompts), self._waiting, draw)
-            self.records.add(row.name, results)
-            self._report()
+            self._keep(row, self.pool.evaluate(self._encode(prompts), self._waiting, draw))
 
     def _draw_hybrids(self, rows: Sequence[Row]) -> None:
         # All first parts, then all second parts: weights change twice, not with every prompt.
@@ -75,9 +75,13 @@ class Drawing:
                 for chunk in self._chunks(started):
                     prompts, starts = zip(*chunk, strict=True)
                     encoded = self._encode(prompts)
-                    results = self.pool.evaluate(encoded, self._waiting, draw, starts)
-                    self.records.add(row.name, results)
-                    self._report()
+                    self._keep(row, self.pool.evaluate(encoded, self._waiting, draw, starts))
+
+    def _keep(self, row: Row, results: Sequence[HeldoutPictures]) -> None:
+        self.records.add(row.name, results)
+        for failure in (failure for result in results for failure in result.failures):
+            self.tell(f"{row.name} lacks a score, the same command tries it again: {failure}")
+        self._report()
 
     def _missing(self, row: Row) -> list[tuple[int, str]]:
         return [p for p in self._prompts if not self.records.has(row.name, p[0])]

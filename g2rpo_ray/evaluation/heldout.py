@@ -61,7 +61,7 @@ class HeldoutEvaluation:
     ) -> None:
         """
         Args:
-            tell: told of evaluations that have no numbers.
+            tell: told of evaluations that have no numbers, and of scores that are missing.
             encode: gives references to the held-out prompts with their embeddings.
         """
         self._config, self._run_folder, self._roles = config, run_folder, roles
@@ -158,6 +158,8 @@ class HeldoutEvaluation:
             beside.results.set_exception(error)
 
     def _record(self, iteration: int, results: list[HeldoutPictures]) -> None:
+        for failure in (failure for result in results for failure in result.failures):
+            self._tell(f"evaluation of iteration {iteration} lacks a score: {failure}")
         self._log.record(iteration, heldout_metrics(results))
         shown = evenly(results, self._config.evaluation.pictures_shown)
         save_heldout(self._run_folder, iteration, shown)

@@ -49,17 +49,17 @@ class Records:
         """
         self.folder = folder
         self._log = folder / "scores.jsonl"
-        self._by_key: dict[tuple[str, int], Record] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._open(json.loads(json.dumps(request)))
         except OSError as error:
             raise EvaluationError(f"{folder}: cannot be written: {error}") from error
-        for record in self._read():
-            if all((folder / file).is_file() for file in record.files):
-                self._by_key[record.row, record.prompt_id] = record
+        # The last line of a key counts; one that lacks a picture or a score is drawn again.
+        last = {(record.row, record.prompt_id): record for record in self._read()}
+        self._by_key = {key: record for key, record in last.items() if self._is_whole(record)}
 
     def has(self, row: str, prompt_id: int) -> bool:
+        """Whether it is drawn: with all scores, or since the folder was opened."""
         return (row, prompt_id) in self._by_key
 
     def of_row(self, row: str) -> dict[int, Record]:
@@ -110,6 +110,10 @@ class Records:
         pq.write_table(pa.Table.from_pylist(lines, pa.schema(types.items())), path)
         return path
 
+    def _is_whole(self, record: Record) -> bool:
+        scored = all(None not in scores for scores in record.scores.values())
+        return scored and all((self.folder / file).is_file() for file in record.files)
+
     def _open(self, request: dict[str, Any]) -> None:
         path = self.folder / "request.json"
         if not path.exists():
@@ -139,14 +143,14 @@ class Records:
     def _read(self) -> Iterator[Record]:
         if not self._log.exists():
             return
-        text = self._log.read_text(encoding="utf-8")
-        # A killed evaluation may leave half a line: what it stood for is drawn again.
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            self._log.write_text(whole, encoding="utf-8")
-        for number, line in enumerate(whole.split("\n")[:-1], start=1):
+        content = self._log.read_bytes()
+        # A killed evaluation may leave half a line, or half a character: it is drawn again.
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            self._log.write_bytes(whole)
+        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
             try:
-                yield Record(**json.loads(line))
+                yield Record(**json.loads(line.decode("utf-8")))
             except (ValueError, TypeError) as error:
                 raise EvaluationError(
                     f"{self._log}, line {number}: not readable: {error}; remove the line to have "

@@ -81,7 +81,7 @@ def make_rows(
     """Every combination; hybrid rows for trained weights only.
 
     Raises:
-        EvaluationError: steps or a hybrid share out of range.
+        EvaluationError: steps or a hybrid share out of range; a row stands twice.
     """
     for count in steps:
         if count < 1:
@@ -96,6 +96,12 @@ def make_rows(
                 )
         trained = [weights for weights in all_weights if weights.checkpoint is not None]
         rows += [Row(weights, count, hybrid) for weights in trained for count in steps]
+    names = [row.name for row in rows]
+    for name in names:
+        if names.count(name) > 1:
+            raise EvaluationError(
+                f"the row {name} stands twice; name each value of --steps and --hybrid once"
+            )
     return rows
 
 

@@ -50,6 +50,13 @@ def no_fault(*_: object) -> None:
     """Any answer that is not an error will do."""
 
 
+def broken_fault(pictures: int, attempt: int) -> str | None:
+    """Pictures with broken latents are the worker's fault until a second one gives them, too."""
+    if pictures and attempt < BROKEN_LATENTS_TRIES:
+        return f"gave {pictures} pictures whose latents are not finite"
+    return None
+
+
 class RolloutPool:
     """Spreads work over a crew of workers; results come back in the order asked for.
 
@@ -168,9 +175,7 @@ class RolloutPool:
                 return f"answered with group {summary.group_id} for {first_id + slot}"
             if summary.weight_version != member.weight_version:
                 return f"drew with weights {summary.weight_version}, not {member.weight_version}"
-            if summary.broken_pictures and attempt < BROKEN_LATENTS_TRIES:
-                return f"gave {summary.broken_pictures} pictures whose latents are not finite"
-            return None
+            return broken_fault(summary.broken_pictures, attempt)
 
         summaries = self._run("rollout", call, fault, on_wait, groups)
         for summary in summaries:
@@ -190,7 +195,10 @@ class RolloutPool:
         def call(number: int, worker: Any) -> list[Any]:
             return [worker.evaluate.remote(prompts[number], draw, starts[number])]
 
-        return self._run("evaluate", call, no_fault, on_wait, [None] * len(prompts))
+        def fault(_: int, __: Member, attempt: int, result: HeldoutPictures) -> str | None:
+            return broken_fault(result.broken_pictures, attempt)
+
+        return self._run("evaluate", call, fault, on_wait, [None] * len(prompts))
 
     def walk(
         self, prompts: Sequence[ray.ObjectRef], on_wait: OnWait, draw: HeldoutDraw

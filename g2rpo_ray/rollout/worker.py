@@ -28,6 +28,7 @@ from g2rpo_ray.rollout.device_clock import DeviceClock
 from g2rpo_ray.rollout.engine import RolloutEngine
 from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
 from g2rpo_ray.rollout.host_copy import HostCopy
+from g2rpo_ray.rollout.reward_summary import RewardSummary, summarise
 from g2rpo_ray.rollout.strategies import make_strategy
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup
 
@@ -77,12 +78,7 @@ class RolloutSummary:
     evaluations: int
     pictures: int
     seconds: dict[str, float]
-    reward_mean: dict[str, float]
-    """Mean of each reward over all pictures; NaN where all failed."""
-    reward_spread: dict[str, float]
-    """Mean over (granularity, step) of the standard deviation inside the group."""
-    constant_share: dict[str, float]
-    """Share of (granularity, step) whose spread is at most ``advantage.min_spread``."""
+    rewards: dict[str, RewardSummary]
     failures: list[str]
     """Rewards that failed for good, in words."""
     measured: list[dict[str, dict[str, float]]]
@@ -120,8 +116,12 @@ class HeldoutPictures:
     pictures: Tensor
     """uint8 ``[J, H, W, 3]``."""
     scores: dict[str, Tensor]
-    """Reward name -> float32 ``[J]``."""
+    """Reward name -> float32 ``[J]``; NaN where there is no score."""
     evaluations: int
+    failures: list[str] = field(default_factory=list)
+    """Why scores are missing, in words."""
+    broken_pictures: int = 0
+    """Pictures whose latents are not finite; they have no scores."""
 
 
 class RolloutWorker:
@@ -252,15 +252,30 @@ class RolloutWorker:
         Args:
             draw: ``config.evaluation``'s by default.
             latents: float32 ``[J, tokens, channels]`` at ``draw.first``; noise by default.
+
+        Raises:
+            BrokenLatentsError: latents are not finite, and the run is to stop then.
         """
         before = self.engine.evaluations
         settings = self.config.evaluation
         draw = draw or HeldoutDraw(settings.steps, settings.pictures_per_prompt)
-        pictures = self.engine.decoder.decode(self.walk(prompt, draw, latents))
+        x0 = self.walk(prompt, draw, latents)
+        broken = ~x0.isfinite().flatten(1).all(dim=1).cpu()
+        failures = self._broken_pictures(broken, prompt)
+        pictures = self.engine.decoder.decode(x0)
         pending = self.scoring.submit(prompt.prompt_id, prompt.text, pictures, self.scoring.names)
-        scores = pending.result()
-        evaluations = self.engine.evaluations - before
-        return HeldoutPictures(prompt.prompt_id, prompt.text, pictures, scores, evaluations)
+        scores = {
+            name: values.masked_fill(broken, torch.nan) for name, values in pending.result().items()
+        }
+        return HeldoutPictures(
+            prompt.prompt_id,
+            prompt.text,
+            pictures,
+            scores,
+            evaluations=self.engine.evaluations - before,
+            failures=failures + pending.failures,
+            broken_pictures=int(broken.sum()),
+        )
 
     def walk(self, prompt: Prompt, draw: HeldoutDraw, latents: Tensor | None = None) -> Tensor:
         """Latents float32 ``[J, tokens, channels]`` of a held-out prompt at ``draw.last``."""
@@ -306,20 +321,15 @@ class RolloutWorker:
         measured: list[dict[str, dict[str, float]]],
         broken_pictures: int,
     ) -> RolloutSummary:
-        by_reward = dict(zip(group.reward_names, group.rewards, strict=True))
-        spread = {name: values.std(dim=-1) for name, values in by_reward.items()}
-        limit = self.config.advantage.min_spread
+        by_reward = zip(group.reward_names, group.rewards, strict=True)
+        min_spread = self.config.advantage.min_spread
         return RolloutSummary(
             group_id=group.key.group_id,
             weight_version=group.weight_version,
             evaluations=group.evaluations,
             pictures=pictures,
             seconds=group.seconds,
-            reward_mean={name: float(values.nanmean()) for name, values in by_reward.items()},
-            reward_spread={name: float(values.nanmean()) for name, values in spread.items()},
-            constant_share={
-                name: float((values <= limit).float().mean()) for name, values in spread.items()
-            },
+            rewards={name: summarise(scores, min_spread) for name, scores in by_reward},
             failures=failures,
             measured=measured,
             peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),

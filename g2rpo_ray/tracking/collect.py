@@ -4,18 +4,19 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
+import numpy as np
+
 from g2rpo_ray.learner.group import LearnerUpdate
+from g2rpo_ray.rollout.reward_summary import RewardSummary
 from g2rpo_ray.rollout.worker import HeldoutPictures, RolloutSummary
 from g2rpo_ray.weight_sync import SyncReport
 
 
 def rollout_metrics(summaries: Sequence[RolloutSummary], generate_s: float) -> dict[str, float]:
     """Rewards and cost of one iteration's rollout."""
-    values = {}
-    for name in summaries[0].reward_mean:
-        values[f"reward/{name}/mean"] = fmean(s.reward_mean[name] for s in summaries)
-        values[f"reward/{name}/spread"] = fmean(s.reward_spread[name] for s in summaries)
-        values[f"reward/{name}/constant_share"] = fmean(s.constant_share[name] for s in summaries)
+    values: dict[str, float] = {}
+    for name in summaries[0].rewards:
+        values |= _reward_metrics(name, [summary.rewards[name] for summary in summaries])
         requests = [request[name] for s in summaries for request in s.measured if name in request]
         if requests:
             values |= _scoring_metrics(name, requests)
@@ -28,6 +29,19 @@ def rollout_metrics(summaries: Sequence[RolloutSummary], generate_s: float) -> d
         "rollout/pictures": sum(s.pictures for s in summaries),
         "rollout/evaluations_per_s": evaluations / generate_s,
     }
+
+
+def _reward_metrics(name: str, rewards: Sequence[RewardSummary]) -> dict[str, float]:
+    scores, groups = sum(r.scores for r in rewards), sum(r.groups for r in rewards)
+    return {
+        f"reward/{name}/mean": _share(sum(r.score_sum for r in rewards), scores),
+        f"reward/{name}/spread": _share(sum(r.spread_sum for r in rewards), groups),
+        f"reward/{name}/constant_share": _share(sum(r.constant_groups for r in rewards), groups),
+    }
+
+
+def _share(total: float, count: int) -> float:
+    return total / count if count else math.nan
 
 
 def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, float]:
@@ -57,8 +71,11 @@ def update_metrics(update: LearnerUpdate) -> dict[str, float]:
         "groups/trained": len(trained),
         "groups/dropped": len(update.records) - len(trained),
         "groups/masked_members": sum(record.masked_members for record in trained),
-        "policy/first_max_abs_log_ratio": max(first),
-        "policy/max_abs_log_ratio": max(r.health.max_abs_log_ratio for r in update.records),
+        # NumPy's maximum is NaN where one is; Python's depends on the order.
+        "policy/first_max_abs_log_ratio": float(np.max(first)),
+        "policy/max_abs_log_ratio": float(
+            np.max([r.health.max_abs_log_ratio for r in update.records])
+        ),
         "policy/grad_norm": fmean(update.grad_norms),
         "policy/learning_rate": update.learning_rate,
         "policy/updates": len(update.grad_norms),

@@ -57,13 +57,17 @@ class KnownName:
 
 METRICS: dict[str, Metric] = {
     "weight_version": Metric("count", "Version of the weights that drew the iteration's pictures."),
-    "reward/<name>/mean": Metric("1", "Mean score of all pictures of the iteration."),
+    "reward/<name>/mean": Metric(
+        "1", "Mean over the iteration's pictures that have a finite score; no number where none "
+        "has one.",
+    ),
     "reward/<name>/spread": Metric(
-        "1", "Standard deviation inside a (prompt, step, granularity), averaged over them."
+        "1", "Standard deviation inside a (prompt, step, granularity), mean of those whose members "
+        "all have a finite score.",
     ),
     "reward/<name>/constant_share": Metric(
         "share", "Part of the (prompt, step, granularity) whose scores do not differ: they teach "
-        "nothing.",
+        "nothing. Of those whose members all have a finite score.",
     ),
     "reward/<name>/latency_s": Metric(
         "s", "Time in which a replica scored one request, mean; waiting for a free replica is in "
@@ -97,7 +101,9 @@ METRICS: dict[str, Metric] = {
         "much. 0 in float32 with pipeline: sync; above learner.clip the two sides compute "
         "different things, or the groups are of older weights.",
     ),
-    "policy/max_abs_log_ratio": Metric("nat", "Largest |Δlog p| over all groups and updates."),
+    "policy/max_abs_log_ratio": Metric(
+        "nat", "Largest |Δlog p| over all groups and updates; no number where one is NaN."
+    ),
     "policy/approx_kl": Metric("nat", "Estimate of KL(old || new): mean of ratio - 1 - log ratio."),
     "policy/kl_to_reference": Metric(
         "nat", "KL from the reference (the model without adapters) of a stochastic step, element "
@@ -174,7 +180,8 @@ METRICS: dict[str, Metric] = {
         "sample.",
     ),
     "heldout/<name>": Metric(
-        "1", "Mean score on the held-out prompts; only where evaluated. Iteration 0 is before "
+        "1", "Mean score on the held-out prompts; only where evaluated, and no number where a "
+        "picture has no score: means over other prompts do not compare. Iteration 0 is before "
         "training.",
     ),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder, writ
 from g2rpo_ray.models.weights import WeightReceipt, load_weights
 from g2rpo_ray.rollout.worker import HeldoutDraw, HeldoutPictures, RolloutWorker
 from g2rpo_ray.weight_sync.base import Peer, verify
-from tests.tiny import Redness, encode, tiny_config
+from tests.tiny import KnownScores, Redness, encode, tiny_config
 
 STEPS, HYBRID, PICTURES = 4, 0.5, 2
 PROMPTS = [(0, "a red circle left of a green triangle"), (1, "a blue square above a yellow circle")]
@@ -171,6 +171,33 @@ def test_a_killed_evaluation_draws_only_what_is_missing(config: Config, tmp_path
         assert again.records.of_row(row.name) == whole.records.of_row(row.name)
 
 
+class _Silent(Redness):
+    """Gives no score, and says why."""
+
+    def submit(self, *args: Any) -> KnownScores:
+        scores = super().submit(*args).scores
+        nothing = {name: torch.full_like(values, torch.nan) for name, values in scores.items()}
+        return KnownScores(nothing, failures=["the judge is silent"])
+
+
+@pytest.mark.usefixtures("trained")
+def test_missing_scores_are_told_and_tried_again_by_the_next_command(
+    config: Config, tmp_path: Path
+) -> None:
+    rows = rows_of(config)
+    told: list[str] = []
+    first = drawing(config, tmp_path / "out", rows, lambda *_: None)
+    first.pool.worker.scoring = _Silent(["hps"])  # type: ignore[attr-defined]
+    first.tell = told.append
+    first.run(rows, PROMPTS)
+    assert [line.partition(" ")[0] for line in told] == [row.name for row in rows for _ in PROMPTS]
+    assert all(line.endswith("the judge is silent") for line in told)
+    again = drawing(config, tmp_path / "out", rows, lambda *_: None)
+    again.run(rows, PROMPTS)
+    assert again.pool.drawn == [0, 1] * len(rows)  # type: ignore[attr-defined]
+    assert all(again.records.has(row.name, number) for row in rows for number, _ in PROMPTS)
+
+
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize(
     ("named", "message"),
@@ -204,6 +231,22 @@ def test_steps_and_shares_out_of_range(
 ) -> None:
     with pytest.raises(EvaluationError, match=message):
         make_rows(parse_weights(config, ["base"]), steps, hybrids)
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize(
+    ("steps", "hybrids", "name"),
+    [
+        ([6], [0.5, 0.5], "last-6steps-hybrid0.5"),
+        ([6, 6], [0.5], "last-6steps"),
+        ([6, 12, 6], [], "last-6steps"),
+    ],
+)
+def test_a_row_that_stands_twice_is_refused(
+    config: Config, steps: list[int], hybrids: list[float], name: str
+) -> None:
+    with pytest.raises(EvaluationError, match=f"the row {name} stands twice"):
+        make_rows(parse_weights(config, ["last"]), steps, hybrids)
 
 
 def test_a_run_without_a_checkpoint_is_said(config: Config, tmp_path: Path) -> None:

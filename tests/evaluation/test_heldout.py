@@ -57,6 +57,8 @@ class FakePool:
     replica_busy_s: Counter[str] = field(default_factory=Counter)
     may_end: threading.Event = field(default_factory=threading.Event)
     """Set: an evaluation ends at once."""
+    failures: list[str] = field(default_factory=list)
+    """What every evaluation has to tell."""
 
     def sync(self, send: Any) -> None:
         self.version = send([])
@@ -69,7 +71,7 @@ class FakePool:
             raise RunError("the scorer is gone")
         pictures = torch.zeros(1, 16, 16, 3, dtype=torch.uint8)
         scores = {"oracle": torch.tensor([self.scores[version]])}
-        return [HeldoutPictures(0, "a red circle", pictures, scores, 0)]
+        return [HeldoutPictures(0, "a red circle", pictures, scores, 0, self.failures)]
 
 
 class FakeLearner:
@@ -303,6 +305,15 @@ def test_a_failure_beside_the_training_is_told_counted_and_no_number(tmp_path: P
     summary = trained.summary
     assert summary["heldout"]["oracle"] == {"before": 0.5, "after": None}
     assert (summary["iterations"], summary["best_iteration"]) == (3, 2)
+
+
+@both
+def test_scores_that_are_missing_are_told_with_their_cause(tmp_path: Path, beside: bool) -> None:
+    run = Run(tmp_path / "run", "iterations=1", beside=beside)
+    run.pool.failures = ["the judge is silent"]
+    assert [line for line in run.train().told if "silent" in line] == [
+        f"evaluation of iteration {n} lacks a score: the judge is silent" for n in (0, 1)
+    ]
 
 
 def test_when_training_waits_a_failure_ends_the_run(tmp_path: Path) -> None:

@@ -161,6 +161,37 @@ def test_a_folder_goes_on_where_it_was_killed(records: Records) -> None:
     assert sorted(Records(records.folder, REQUEST).of_row(BASE.name)) == [3, 9]
 
 
+def test_a_folder_killed_inside_a_character_goes_on(records: Records) -> None:
+    log = records.folder / "scores.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    arabic = lines[1].index("ق".encode())
+    log.write_bytes(lines[0] + lines[1][: arabic + 1])
+    again = Records(records.folder, REQUEST)
+    assert list(again.of_row(BASE.name)) == [3]
+    assert log.read_bytes() == lines[0]
+
+
+def test_a_damaged_character_is_named(records: Records) -> None:
+    log = records.folder / "scores.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(lines[0] + lines[1].replace("ق".encode(), b"\xd9") + lines[2])
+    with pytest.raises(EvaluationError, match=r"scores\.jsonl, line 2: not readable"):
+        Records(records.folder, REQUEST)
+
+
+def test_what_lacks_a_score_is_drawn_again_when_the_folder_is_opened_again(
+    records: Records,
+) -> None:
+    # Prompt 7 lacks one; while the folder is open it was tried once, and that is all.
+    assert records.has(HYBRID.name, 7)
+    again = Records(records.folder, REQUEST)
+    assert not again.has(HYBRID.name, 7)
+    assert again.has(HYBRID.name, 3)
+    again.add(HYBRID.name, [result(7, [0.2, 0.4])])
+    third = Records(records.folder, REQUEST)
+    assert third.of_row(HYBRID.name)[7].scores["hps"] == pytest.approx([0.2, 0.4])
+
+
 def test_a_damaged_line_is_named(records: Records) -> None:
     log = records.folder / "scores.jsonl"
     lines = log.read_text().splitlines(keepends=True)

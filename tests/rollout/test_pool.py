@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.rollout.crew import NODE_FAILURES, RolloutError, RolloutStartError
 from g2rpo_ray.rollout.pool import POLL_S, RolloutPool
-from g2rpo_ray.rollout.worker import BrokenLatentsError, RolloutSummary
+from g2rpo_ray.rollout.worker import BrokenLatentsError, HeldoutPictures, RolloutSummary
 from g2rpo_ray.weight_sync import Peer, SyncReport, WeightSyncError
 from tests.tiny import tiny_config
 
@@ -54,9 +55,14 @@ class StubWorker:
         answered = group_id + (wish == "other")
         version = self.weight_version - (wish == "stale")
         summary = RolloutSummary(
-            answered, version, 1, 1, {}, {}, {}, {}, [], [], 0.0, [], broken_pictures=broken
+            answered, version, 1, 1, {}, {}, [], [], 0.0, [], broken_pictures=broken
         )
         return summary, f"group {group_id}"
+
+    def evaluate(self, prompt: str, *_: object) -> HeldoutPictures:
+        pictures = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
+        broken = int(prompt == "always broken" or self.once("broken"))
+        return HeldoutPictures(0, prompt, pictures, {}, 1, broken_pictures=broken)
 
     def once(self, name: str) -> bool:
         """True for whoever asks first."""
@@ -141,6 +147,16 @@ def test_broken_latents_of_two_workers_are_the_weights_fault(pools: Pools) -> No
     pool = pools("rollout.workers=2")
     with pytest.raises(RolloutError, match="latents are not finite"):
         generate(pool, "always nan", "well")
+    assert pool.replacements == 1
+
+
+@pytest.mark.parametrize(("prompt", "broken"), [("broken once", 0), ("always broken", 1)])
+def test_broken_held_out_pictures_are_drawn_on_a_second_worker(
+    pools: Pools, prompt: str, broken: int
+) -> None:
+    pool = pools("rollout.workers=2")
+    (result,) = pool.evaluate([ray.put(prompt)], lambda *_: None)
+    assert result.broken_pictures == broken
     assert pool.replacements == 1
 
 

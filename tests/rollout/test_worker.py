@@ -11,7 +11,7 @@ import torch
 from g2rpo_ray.rollout.strategies import Draw, Strategy, make_strategy
 from g2rpo_ray.rollout.worker import BrokenLatentsError, RolloutWorker
 from tests.rollout.tiny import ALGORITHMS
-from tests.tiny import Redness, encode, tiny_config
+from tests.tiny import KnownScores, Redness, encode, tiny_config
 
 REDNESS = Redness(["clip", "hps", "oracle"])
 
@@ -61,3 +61,59 @@ def test_infinite_latents_stop_the_run_where_that_is_configured(tmp_path: Path) 
     prompt = encode(config)[0]
     with pytest.raises(BrokenLatentsError, match=r"1 of 8 pictures .*'a red circle"):
         worker.rollout(prompt, 0, iteration=0)
+
+
+def break_second(worker: RolloutWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of the second held-out picture is NaN."""
+    walk = worker.walk
+
+    def broken_walk(*args: Any) -> torch.Tensor:
+        x0 = walk(*args).clone()
+        x0[1, 3] = math.nan
+        return x0
+
+    monkeypatch.setattr(worker, "walk", broken_walk)
+
+
+def test_a_held_out_picture_of_broken_latents_has_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(
+        tmp_path, "advantage.on_invalid=drop_group", "evaluation.pictures_per_prompt=3"
+    )
+    worker = RolloutWorker(config, REDNESS)
+    break_second(worker, monkeypatch)
+    result = worker.evaluate(encode(config)[0])
+    for scores in result.scores.values():
+        assert scores.isfinite().tolist() == [True, False, True]
+    assert result.broken_pictures == 1
+    assert len(result.failures) == 1
+    assert "1 of 3 pictures have latents that are not finite" in result.failures[0]
+
+
+def test_broken_held_out_latents_stop_the_run_where_that_is_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path, "evaluation.pictures_per_prompt=2")
+    worker = RolloutWorker(config, REDNESS)
+    break_second(worker, monkeypatch)
+    prompt = encode(config)[0]
+    with pytest.raises(BrokenLatentsError, match=r"1 of 2 pictures .*'a red circle"):
+        worker.evaluate(prompt)
+
+
+class _Silent(Redness):
+    """Gives no score, and says why."""
+
+    def submit(
+        self, prompt_id: int, prompt: str, pictures: torch.Tensor, names: list[str]
+    ) -> KnownScores:
+        scores = super().submit(prompt_id, prompt, pictures, names).scores
+        nothing = {name: torch.full_like(values, torch.nan) for name, values in scores.items()}
+        return KnownScores(nothing, failures=["the judge is silent"])
+
+
+def test_a_held_out_score_that_is_missing_has_its_cause(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    result = RolloutWorker(config, _Silent(["hps"])).evaluate(encode(config)[0])
+    assert result.failures == ["the judge is silent"]
