@@ -63,8 +63,6 @@ def trained_kind(model: ModelSection) -> str:
 def open_run(config: Config, resume: str) -> Run:
     """Make the run folder, or find the checkpoint to continue from.
 
-    A run that goes on has no ``summary.json`` until it ends again.
-
     Args:
         resume: ``none`` starts a new run and refuses a folder that has one; ``auto`` continues
             from the last checkpoint where there is one; else the folder of a checkpoint.
@@ -105,9 +103,6 @@ def open_run(config: Config, resume: str) -> Run:
         first_record = info.iteration + 1 if has_run else None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if has_run:
-            # It would be read as this life's: its end is not reached yet.
-            (folder / "summary.json").unlink(missing_ok=True)
         (folder / "versions.json").write_text(json.dumps(versions(), indent=1))
         save_config(config, folder / "config.yaml")
     except OSError as error:
@@ -118,7 +113,8 @@ def open_run(config: Config, resume: str) -> Run:
 def give_up_later(run: Run) -> None:
     """Delete the states and pictures of the iterations that this life of the run makes again.
 
-    Kept, the next ``--resume auto`` would go on from the history that this resume gave up.
+    Kept, the next ``--resume auto`` would go on from the history that this resume gave up. The
+    summary goes, too, until this life has ended: the report would show the earlier life's as its.
 
     Raises:
         CheckpointError: a state cannot be deleted.
@@ -126,6 +122,7 @@ def give_up_later(run: Run) -> None:
     if run.first_record is None:
         return
     delete_states_from(run.folder, run.first_record)
+    (run.folder / "summary.json").unlink(missing_ok=True)
     for pictures in run.folder.glob("pictures/heldout/iteration_*.json"):
         if iteration_of(pictures.with_suffix("")) >= run.first_record:
             pictures.unlink()

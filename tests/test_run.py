@@ -221,8 +221,9 @@ def test_a_prolonged_run_does_not_show_the_summary_of_its_earlier_life(folder: P
     save(config, 10)
     (folder / "summary.json").write_text(json.dumps({"iterations": 10, "train_s": 60.0}))
     error_of(config, "auto")
-    assert (folder / "summary.json").exists(), "a refused run keeps it"
-    open_run(config_of(folder, "iterations=12"), "auto")
+    run = open_run(config_of(folder, "iterations=12"), "auto")
+    assert (folder / "summary.json").exists(), "kept until everything has started"
+    give_up_later(run)
     assert "There is no summary.json" in write_report(folder).read_text()
 
 
