@@ -55,8 +55,8 @@ def sample(
         Paths, ``<prompt number>_<picture number>.png``, in the order of prompts.
 
     Raises:
-        SampleError: ``trained_steps`` is not among the steps, ``folder`` cannot be written, or latents
-            are not finite.
+        SampleError: ``trained_steps`` is not among the steps, ``folder`` cannot be written, or
+            latents are not finite.
         ModelFolderError, CheckpointError, WeightMismatchError: the weights cannot be used.
     """
     steps = config.evaluation.steps
