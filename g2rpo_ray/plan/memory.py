@@ -1,9 +1,11 @@
-"""Device memory of each role, in GiB, at its peak.
+"""Memory of each role in GiB at its peak: on its card, and a learner rank's on its host.
 
 Weights, gradients and optimizer state are counted; activations are scaled from measured ones. What
 PyTorch's allocator does not show (CUDA's context, fragments, NCCL) is ``RESERVE_GIB``.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from g2rpo_ray.config import Config, RewardSection
@@ -11,7 +13,7 @@ from g2rpo_ray.plan.costs import CardCosts, PassName
 from g2rpo_ray.plan.networks import PolicySize, ScorerSize
 
 GIB = 2**30
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 RESERVE_GIB = 3.0
 """A margin of each process on a card; chosen, not measured."""
@@ -19,9 +21,15 @@ RESERVE_GIB = 3.0
 STATE_BYTES = 12
 """Of a trained parameter: fp32 master weight and AdamW's two moments."""
 
+AVERAGE_BYTES = 4
+"""Of a trained parameter with ``learner.ema_decay``: its average in fp32."""
+
 STEP_BYTES = 8
 """Of a trained parameter, while AdamW steps: the gradient in fp32, and AdamW's scratch (4 B were
 measured by ``scripts/bench_costs.py``)."""
+
+SUB_GROUP = 1_000_000_000
+"""Parameters that ZeRO-3 updates at once (its ``sub_group_size``)."""
 
 REDUCE_BUCKET = 500_000_000
 """Gradients that DeepSpeed gathers before it reduces them (its ``reduce_bucket_size``)."""
@@ -65,12 +73,10 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> RoleMe
     reference = costs.reference
     evaluation *= size.tokens * size.width / (reference.tokens * reference.width)
     decode *= size.pixels / reference.pixels
-    # The transformer of a LoRA run carries the adapters, too.
-    adapters = size.trained_parameters if config.model.lora else 0
     return _role(
         costs,
         {
-            "transformer": (size.parameters + adapters) * width / GIB,
+            "transformer": size.held_parameters * width / GIB,
             "VAE": size.vae_parameters * width / GIB,
             "activations": max(evaluation, decode),
         },
@@ -80,46 +86,89 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> RoleMe
 def learner_memory(
     config: Config, size: PolicySize, costs: CardCosts, ranks: int, rows: int
 ) -> RoleMemory:
-    """A learner rank under ZeRO.
+    """A learner rank under ZeRO, on its card.
 
     Args:
         rows: most latents in one pass.
     """
-    stage, width = config.learner.zero_stage, BYTES[config.model.dtype]
-    trained, frozen = size.trained_parameters, 0
-    if config.model.lora:
-        frozen = size.parameters
+    settings, width = config.learner, BYTES[config.model.dtype]
+    stage, trained, held = settings.zero_stage, size.trained_parameters, size.held_parameters
+    # Stage 1 reduces at the update alone, and the engine adapters' gradients in every stage.
+    gradients = float(trained * width)
+    if stage >= 2 and config.model.lora is None:
+        gradients = 0 if settings.offload_optimizer else gradients / ranks
+    on_card = 0 if settings.offload_optimizer else trained / ranks
     reference = costs.reference
     measured = _measured_alike(costs, config.model.gradient_checkpointing)
     activations = _activations_gib(costs, measured, rows)
     activations *= size.tokens * size.width * size.blocks
     activations /= reference.tokens * reference.width * reference.blocks
     # Activations are gone when the optimizer steps: the larger of the two counts.
-    working = max(activations, trained * STEP_BYTES / ranks / GIB)
+    working = max(activations, on_card * STEP_BYTES / GIB)
+    weights = 0.0 if settings.offload_parameters else held * width
     parts = {
-        "weights": (trained + frozen) * width / (ranks if stage == 3 else 1) / GIB,
-        "gradients": trained * width / (ranks if stage >= 2 else 1) / GIB,
-        "fp32 master, moments": trained * STATE_BYTES / ranks / GIB,
+        "weights": weights / (ranks if stage == 3 else 1) / GIB,
+        "gradients": gradients / GIB,
+        "fp32 master, moments": on_card * _state_bytes(config) / GIB,
         "buckets": min(REDUCE_BUCKET, trained) * width / GIB,
         "activations or AdamW step": working,
     }
-    if stage == 3 and ranks > 1:
-        parts["gathered weights"] = min(LIVE_PARAMETERS, trained + frozen) * width / GIB
+    if stage == 3 and (ranks > 1 or settings.offload_parameters):
+        parts["gathered weights"] = min(LIVE_PARAMETERS, held) * width / GIB
     return _role(costs, parts)
 
 
+def learner_host_memory(config: Config, size: PolicySize, ranks: int) -> dict[str, float]:
+    """What a learner rank keeps in host memory, beside its process and the libraries' own.
+
+    With an offloaded optimizer as in DeepSpeed 0.19's ``stage3.py`` and ``stage_1_and_2.py``, which
+    page-lock all but the moments (and, in stage 3, the master weights).
+    """
+    settings, width = config.learner, BYTES[config.model.dtype]
+    shard, stage = size.trained_parameters / ranks, settings.zero_stage
+    state = shard * _state_bytes(config)
+    parts = {}
+    if settings.offload_optimizer and stage == 3:
+        groups = [min(SUB_GROUP, shard - start) for start in range(0, int(shard), SUB_GROUP)]
+        parts["fp32 master, moments"] = state
+        parts["gradients"] = _page_locked([*(4 * group for group in groups), width * shard])
+    elif settings.offload_optimizer:
+        # Each pass adds to the sum that is kept here; stage 1 and adapters are reduced once.
+        summed = width * shard if stage == 2 and config.model.lora is None else 0
+        parts["fp32 master, moments"] = state - 4 * shard + _page_locked([4 * shard])
+        parts["gradients"] = summed + _page_locked([4 * shard])
+        parts["new weights"] = _page_locked([width * shard])
+    if settings.offload_parameters:
+        parts["weights"] = size.held_parameters / ranks * width
+    # Kept from the first checkpoint or snapshot on.
+    parts["copy for checkpoints"] = state
+    return {name: amount / GIB for name, amount in parts.items()}
+
+
 def scorer_memory(reward: RewardSection, size: ScorerSize, costs: CardCosts) -> RoleMemory:
-    """A replica of an open_clip reward; scorers compute in float32."""
-    measured = _activations_gib(costs, scorer_pass_name(reward.kind), reward.batch_size)
+    """A replica of an open_clip reward, in its own dtype."""
+    width = BYTES[reward.options.get("dtype", "float32")]
+    activations = _activations_gib(costs, scorer_pass_name(reward.kind), reward.batch_size)
     point = costs.measured(scorer_pass_name(reward.kind))[-1]
-    measured *= size.image.tflop / (point.tflop / point.batch)
-    weights = size.parameters * BYTES["float32"] / GIB
-    return _role(costs, {"weights": weights, "activations": measured})
+    activations *= size.image.tflop / (point.tflop / point.batch)
+    # They were measured in float32.
+    activations *= width / BYTES["float32"]
+    return _role(costs, {"weights": size.parameters * width / GIB, "activations": activations})
 
 
 def scorer_pass_name(kind: str) -> PassName:
     """Name of a scorer's pass in the table of costs, for the kinds built on open_clip."""
     return "score_hps" if kind == "hps" else "score_clip"
+
+
+def _state_bytes(config: Config) -> int:
+    """Of a trained parameter: master weight, moments, and the average where one is kept."""
+    return STATE_BYTES + AVERAGE_BYTES * (config.learner.ema_decay is not None)
+
+
+def _page_locked(blocks: Iterable[float]) -> float:
+    """Bytes of blocks that PyTorch page-locks: each is rounded up to a power of two."""
+    return float(sum(1 << (math.ceil(block) - 1).bit_length() for block in blocks if block > 0))
 
 
 def _role(costs: CardCosts, parts_gib: dict[str, float]) -> RoleMemory:

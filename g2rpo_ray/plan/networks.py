@@ -20,7 +20,7 @@ from g2rpo_ray.config import Config, LoraSection, ModelSection, resolve_path
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.flux import VAE_FACTOR, FluxPolicy, LatentShape
 from g2rpo_ray.models.loading import ModelFolderError
-from g2rpo_ray.models.lora import add_lora
+from g2rpo_ray.models.lora import add_lora, choose_trained
 
 FLUX1_DEV_TRANSFORMER: dict[str, Any] = {
     "attention_head_dim": 128,
@@ -76,7 +76,10 @@ class PolicySize:
     source: str
     """Where the architecture was read, in words."""
     parameters: int
+    """Of the transformer without adapters."""
     trained_parameters: int
+    frozen_parameters: int
+    """Held and not trained: the base of a LoRA run, or what ``trained_modules`` leaves out."""
     vae_parameters: int
     width: int
     """Channels of the transformer's hidden states."""
@@ -87,6 +90,11 @@ class PolicySize:
     pixels: int
     evaluation: Operations
     decode: Operations
+
+    @property
+    def held_parameters(self) -> int:
+        """Of the transformer, adapters included."""
+        return self.trained_parameters + self.frozen_parameters
 
 
 @dataclass(frozen=True)
@@ -101,16 +109,18 @@ def policy_size(config: Config) -> PolicySize:
     """Of ``config.model`` at ``config.sampling``'s picture size.
 
     Raises:
-        ModelFolderError: the folder is there and its configuration cannot be used.
+        ModelFolderError: the folder is there and its configuration cannot be used, or
+            ``trained_modules`` or ``lora.target_modules`` names nothing in it.
     """
     transformer, vae, source = _architecture(config.model)
-    lora, sampling = config.model.lora, config.sampling
+    lora, modules, sampling = config.model.lora, config.model.trained_modules, config.sampling
     try:
         return _count_policy(
             source,
             json.dumps(transformer),
             json.dumps(vae),
             lora.model_dump_json() if lora else None,
+            tuple(modules) if modules is not None else None,
             (sampling.height, sampling.width),
             config.prompts.max_sequence_length,
         )
@@ -126,23 +136,27 @@ def _count_policy(
     transformer_json: str,
     vae_json: str,
     lora_json: str | None,
+    trained_modules: tuple[str, ...] | None,
     picture: tuple[int, int],
     text_tokens: int,
 ) -> PolicySize:
     """Build and count; by JSON, so that equal questions are answered once."""
     transformer = transformer_on_meta(json.loads(transformer_json))
     vae = vae_on_meta(json.loads(vae_json))
-    parameters = trained = count_parameters(transformer)
+    parameters = count_parameters(transformer)
     shape = LatentShape.of_picture(*picture, transformer.config.in_channels)
     evaluation = evaluation_operations(transformer, shape, text_tokens)
-    if lora_json is not None:
+    if lora_json is None:
+        choose_trained(transformer, list(trained_modules) if trained_modules else None)
+    else:
         with torch.device("meta"):
             add_lora(transformer, LoraSection.model_validate_json(lora_json), seed=0)
-        trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     return PolicySize(
         source=source,
         parameters=parameters,
         trained_parameters=trained,
+        frozen_parameters=count_parameters(transformer) - trained,
         vae_parameters=count_parameters(vae),
         width=transformer.inner_dim,
         blocks=transformer.config.num_layers + transformer.config.num_single_layers,

@@ -24,6 +24,7 @@ from g2rpo_ray.plan.memory import (
     BYTES,
     LEARNER_FORWARDS,
     RoleMemory,
+    learner_host_memory,
     learner_memory,
     learner_pass_name,
     rollout_memory,
@@ -109,6 +110,7 @@ class Predictor:
                 f"costs of {card} were measured in {self.costs.reference.dtype}, the run computes "
                 f"in {config.model.dtype}: times are not comparable"
             )
+        self.notes += self._not_counted()
         self.rewards = {name: self._reward(name, table) for name in sorted(config.rewards)}
 
     @cached_property
@@ -224,6 +226,12 @@ class Predictor:
                 roles[f"reward {name}"] = scorer_memory(reward.settings, reward.size, reward.costs)
         return roles
 
+    def host_memory(self, ranks: int) -> dict[str, float]:
+        """Of a learner rank, beside its process; empty for a run on CPUs."""
+        if self.costs.memory_gib is None:
+            return {}
+        return learner_host_memory(self.config, self.size, ranks)
+
     def _reward(self, name: str, table: CostTable) -> Reward:
         settings = self.config.rewards[name]
         costs = self.costs if settings.gpus_per_replica > 0 else table.of(CPU)
@@ -246,6 +254,22 @@ class Predictor:
         passes = math.ceil(pictures / reward.settings.batch_size)
         cost = reward.costs.pass_cost(scorer_pass_name(reward.settings.kind))
         return cost.time_s(passes, pictures * reward.size.image.tflop)
+
+    def _not_counted(self) -> list[str]:
+        """What the settings ask for and the times leave out."""
+        learner = self.config.learner
+        notes = {
+            "learner.offload_optimizer: gradients on their way to the host": (
+                learner.offload_optimizer
+            ),
+            "learner.offload_parameters: weights on their way to the card": (
+                learner.offload_parameters
+            ),
+        }
+        found = [f"{what} take time that is not counted" for what, asked in notes.items() if asked]
+        if self.config.model.trained_modules is not None:
+            found.append("model.trained_modules: a learner pass is counted as one of all weights")
+        return found
 
     def _as_rollout(self, plain: PassName, compiled: PassName) -> PassName:
         """The pass as the rollout runs it: compiled on a card, if it is not told otherwise."""
@@ -290,7 +314,7 @@ class Predictor:
         if self.config.learner.zero_stage == 2:
             # Every pass reduces its gradients; an update gathers the new weights.
             return passes * gradients + self.updates * gradients
-        weights = (size.parameters + size.trained_parameters * bool(self.config.model.lora)) * width
+        weights = size.held_parameters * width
         # Weights are gathered for the forward and for the backward pass.
         return passes * (2 * weights + gradients)
 

@@ -27,9 +27,18 @@ class Plan:
     recommended: Split | None
     """None where nothing fits."""
 
+    @property
+    def shown(self) -> Split:
+        """The split whose memory is shown: the recommended one, or else the configured one."""
+        return self.recommended or self.configured
+
     def memory(self) -> dict[str, RoleMemory]:
-        """Of a process of each role, with the recommended split (or else the configured one)."""
-        return self.predictor.memory((self.recommended or self.configured).ranks)
+        """Of a process of each role."""
+        return self.predictor.memory(self.shown.ranks)
+
+    def host_memory(self) -> dict[str, float]:
+        """Of a learner rank, in GiB."""
+        return self.predictor.host_memory(self.shown.ranks)
 
 
 def make_plan(config: Config, table: CostTable, gpus: int | None, card: str | None) -> Plan:
@@ -106,6 +115,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "policy": asdict(predictor.size),
         "memory_gib": {role: memory.parts_gib for role, memory in plan.memory().items()},
+        "host_memory_of_a_rank_gib": plan.host_memory(),
         "splits": [_split_json(split) for split in plan.splits],
         "configured": _split_json(plan.configured),
         "recommended": _split_json(plan.recommended) if plan.recommended else None,
@@ -123,13 +133,18 @@ def _scorer_calls(predictor: Predictor) -> dict[str, int]:
 
 def _memory_lines(plan: Plan) -> list[str]:
     costs = plan.predictor.costs
-    ranks = (plan.recommended or plan.configured).ranks
     capacity = f"of {costs.memory_gib:g} on a card" if costs.memory_gib else "without its libraries"
+    ranks = plan.shown.ranks
     lines = [f"Memory of a process in GiB with {ranks} learner rank(s), {capacity}:"]
-    for role, memory in plan.memory().items():
-        parts = " + ".join(f"{name} {gib:.3g}" for name, gib in memory.parts_gib.items() if gib)
-        lines.append(f"{role:>15}  {memory.total_gib:.3g} = {parts}")
+    lines += [f"{role:>15}  {_sum_of(memory.parts_gib)}" for role, memory in plan.memory().items()]
+    if host := plan.host_memory():
+        lines.append(f"Host memory of a rank beside its process, GiB: {_sum_of(host)}")
     return lines
+
+
+def _sum_of(parts_gib: dict[str, float]) -> str:
+    parts = " + ".join(f"{name} {gib:.3g}" for name, gib in parts_gib.items() if gib)
+    return f"{sum(parts_gib.values()):.3g} = {parts}"
 
 
 def _split_lines(plan: Plan) -> list[str]:
@@ -145,7 +160,8 @@ def _split_lines(plan: Plan) -> list[str]:
         lines.append(f"  ({len(plan.splits) - len(shown)} more splits are not shown)")
     if plan.recommended is None:
         lines.append("No split fits: see what is missing, and try learner.zero_stage=3,")
-        lines.append("model.gradient_checkpointing=true, model.lora or more GPUs.")
+        lines.append("model.gradient_checkpointing=true, learner.offload_optimizer=true,")
+        lines.append("model.trained_modules, model.lora or more GPUs.")
     else:
         lines.append(f"recommended: {plan.recommended.overrides}")
     return lines

@@ -48,6 +48,22 @@ def test_lora_counts_its_adapters_only() -> None:
     double = 19 * (8 * (3072 + 3072) + 4 * (3072 + 12288))
     single = 38 * (3 * (3072 + 3072) + (3072 + 12288) + (15360 + 3072))
     assert size.trained_parameters == 64 * (double + single)
+    assert size.frozen_parameters == size.parameters == 11_901_408_320
+
+
+def test_some_trained_modules_are_counted_as_the_loader_does() -> None:
+    size = policy_size(load_config(PAPER, ["model.trained_modules=[transformer_blocks.0]"]))
+
+    def linear(inputs: int, outputs: int) -> int:
+        return inputs * outputs + outputs
+
+    # Two streams: modulation, query, key, value and output, their norms, feed-forward.
+    stream = linear(3072, 6 * 3072) + 4 * linear(3072, 3072) + 2 * 128
+    stream += linear(3072, 12288) + linear(12288, 3072)
+    assert size.trained_parameters == 2 * stream
+    assert size.trained_parameters + size.frozen_parameters == size.parameters == 11_901_408_320
+    with pytest.raises(ModelFolderError, match="'blocks' is part of no weight's name"):
+        policy_size(load_config(PAPER, ["model.trained_modules=[blocks]"]))
 
 
 def test_sizes_come_from_the_model_folder(tmp_path: Path) -> None:
