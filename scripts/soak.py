@@ -48,6 +48,10 @@ KINDS = {
 """Kind of fault -> how often, of 100."""
 TITLES = {"worker": "ray::RolloutActor", "replica": "ray::ServeReplica", "rank": "ray::Learner"}
 RECOVERY_LIMIT_S = 300.0
+LEAST_FAULTS = 2
+"""Whatever the time limit."""
+LEAVING_S = 30.0
+"""For what a finished run had on the cluster to go."""
 CPUS = 1
 """Of each of the two nodes; the roles take a quarter each, and there are five."""
 SETTINGS = [
@@ -166,9 +170,18 @@ class Driver:
         """Iterations on record."""
         return max((record["iteration"] for record in read_metrics(self.run_dir)), default=0)
 
-    @property
-    def log(self) -> str:
-        return (self.folder / f"{self.run_dir.name}.log").read_text(errors="replace")
+    def wait(self, limit_s: float) -> None:
+        """Until the run has ended well; else RuntimeError with the last of its log."""
+        code = self.process.wait(limit_s)
+        if code != 0:
+            log = (self.folder / f"{self.run_dir.name}.log").read_text(errors="replace")
+            raise RuntimeError(f"{self.run_dir.name}: ended with {code}\n{log[-3000:]}")
+
+    def kill(self) -> None:
+        """At once, with all that it has started itself."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 class Soak:
@@ -178,14 +191,15 @@ class Soak:
         self.folder, self.nodes, self.address = folder, nodes, address
         self.chance = random.Random(seed)
         self.faults: list[Fault] = []
+        self.driver_deaths: list[str] = []
+        """Fault after which the driver ended by itself, for each time."""
 
-    def disturb(self, count: int, out_of_time: Callable[[], bool]) -> Driver:
-        """A run with faults in it; stopped by SIGTERM after the last."""
-        config = soak_config(self.folder / "disturbed", self.address, 100_000)
-        driver = Driver(self.folder, config)
+    def disturb(self, count: int, limit_s: float, driver: Driver) -> None:
+        """Faults in a run, one after another, begun within ``limit_s`` of its first iteration."""
         wait_for(lambda: self.moved(driver, 0), RECOVERY_LIMIT_S, "the first iteration")
+        first_s = time.monotonic()
         for kind in self.plan(count):
-            if out_of_time():
+            if len(self.faults) >= LEAST_FAULTS and time.monotonic() - first_s > limit_s:
                 print(f"out of time after {len(self.faults)} faults", flush=True)
                 break
             fault = Fault(kind, driver.iterations())
@@ -203,7 +217,6 @@ class Soak:
                 f"{fault.recovery_s:.1f} s",
                 flush=True,
             )
-        return driver
 
     def plan(self, count: int) -> list[str]:
         """As many faults of each kind as their shares say, shuffled."""
@@ -229,8 +242,7 @@ class Soak:
             self.nodes.add_second()
             return "second raylet"
         if role == "driver":
-            os.killpg(driver.process.pid, signal.SIGKILL)
-            driver.process.wait()
+            driver.kill()
             driver.start()
             return f"pid {driver.process.pid}"
         victims: list[psutil.Process] = []
@@ -251,7 +263,11 @@ class Soak:
         """Whether the run has gone beyond an iteration; a driver that ended is started again."""
         code = driver.process.poll()
         if code is not None:
-            print(f"the driver ended with {code}: started again", flush=True)
+            # A group that lay on a killed node may be needed at the fault after that, too.
+            latest = [fault.kind for fault in self.faults[-2:]]
+            cause = "raylet_kill" if "raylet_kill" in latest else ([*latest] or ["start"])[-1]
+            self.driver_deaths.append(cause)
+            print(f"the driver ended with {code} after {cause}: started again", flush=True)
             driver.start()
         return driver.iterations() > iteration
 
@@ -284,6 +300,14 @@ def groups_of(run_dir: Path, iterations: int, expected: int) -> dict[str, int]:
         lost += max(0, expected - trained)
         doubled += max(0, trained - expected)
     return {"groups_lost": lost, "groups_doubled": doubled}
+
+
+def left_at_last(nodes: Nodes, address: str) -> dict[str, list[str]]:
+    """As ``left_behind``, once it is nothing or has had time to go."""
+    deadline_s = time.monotonic() + LEAVING_S
+    while any((found := left_behind(nodes, address)).values()) and time.monotonic() < deadline_s:
+        time.sleep(1.0)
+    return found
 
 
 def left_behind(nodes: Nodes, address: str) -> dict[str, list[str]]:
@@ -342,20 +366,26 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
     nodes.add_second()
     address = nodes.cluster.address
     soak = Soak(folder, nodes, seed, address)
+    drivers: list[Driver] = []
     try:
-        driver = soak.disturb(count, lambda: time.monotonic() - started_s > limit_s)
+        driver = Driver(folder, soak_config(folder / "disturbed", address, 100_000))
+        drivers.append(driver)
+        soak.disturb(count, limit_s, driver)
         disturbed_s = time.monotonic() - started_s
         stopped = stop(driver)
         iterations = driver.iterations() + 1
         print(f"SIGTERM: {stopped}; now to the end, {iterations} iterations", flush=True)
         driver.start(f"iterations={iterations}")
-        driver.process.wait(RECOVERY_LIMIT_S)
+        driver.wait(RECOVERY_LIMIT_S)
         disturbed = json.loads((driver.run_dir / "summary.json").read_text())
-        leaks = left_behind(nodes, address)
+        leaks = left_at_last(nodes, address)
         quiet = Driver(folder, soak_config(folder / "quiet", address, iterations))
-        quiet.process.wait(RECOVERY_LIMIT_S + 20 * iterations)
+        drivers.append(quiet)
+        quiet.wait(RECOVERY_LIMIT_S + 20 * iterations)
         reference = json.loads((quiet.run_dir / "summary.json").read_text())
     finally:
+        for one in drivers:
+            one.kill()
         ours = [
             node.all_processes["raylet"][0].process.pid
             for node in (nodes.cluster.head_node, nodes.second)
@@ -390,6 +420,8 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
         },
         "sigterm": stopped,
         "driver_lives": driver.lives,
+        "driver_deaths": sum(cause != "raylet_kill" for cause in soak.driver_deaths),
+        "driver_deaths_after": dict(sorted(Counter(soak.driver_deaths).items())),
         "leaks": leaks,
         "leaked": sum(len(found) for found in leaks.values()),
         "disturbed_s": round(disturbed_s, 1),
@@ -404,8 +436,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the report here, too")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here")
-    parser.add_argument("--limit-s", type=float, default=7200.0, help="begin no fault after this")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=7200.0,
+        help="begin no fault so long after the first iteration, but for the first two",
+    )
     options = parser.parse_args()
+    # So that a time limit from outside ends all that was started, too.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     folder = options.folder or Path(tempfile.mkdtemp(prefix="g2rpo-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     result = run(options.faults, options.seed, folder.resolve(), options.limit_s)
@@ -415,7 +454,7 @@ def main() -> int:
     good = (
         result["checksum_equal"]
         and result["groups_lost"] == result["groups_doubled"] == 0
-        and result["leaked"] == 0
+        and result["leaked"] == result["driver_deaths"] == 0
     )
     if good and options.folder is None:
         shutil.rmtree(folder)
