@@ -7,12 +7,14 @@ Every run is one process with one thread and no Ray: rollout, scorers and learne
 classes that the cluster runs. A run's held-out rewards are measured every few iterations, so that
 one run answers for all three budgets. With ``--tuning FILE``, each row's learning rate is chosen
 from ``--learning-rates`` by the trained rewards of a seed that is not used again; the choice is
-kept in the file and taken from it where it exists. A run's value at a budget is the mean of its
-last three measurements within it: a single one moves by +-0.1 in the oracle.
+kept in the file and taken from it where it exists. A run's value at a budget is the mean of the
+line through its measurements over the last third of the budget: a single one moves by +-0.1 in the
+oracle, and rows that are measured less often must not be read at an earlier point.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -25,13 +27,15 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from g2rpo_ray.rewards.scorer import RewardScorer
 
 ROOT = Path(__file__).parents[1]
 TUNING_SEED = 1000
-SMOOTHED = 3
-"""Measurements that make a value."""
+WINDOW = 1 / 3
+"""Share of a budget, at its end, over which a run's rewards are averaged."""
 
 ROWS: dict[str, list[str]] = {
     "G2RPO Λ={1}": ["algorithm=g2rpo", "g2rpo.granularities=[1]"],
@@ -253,10 +257,37 @@ def _trained_gain(result: Result) -> float:
 
 
 def at_budget(result: Result, budget: str, limit: float) -> Point:
-    """The last measurement within a budget, with the mean rewards of the last three."""
-    last = [point for point in result.points if getattr(point, budget) <= limit][-SMOOTHED:]
-    means = {name: fmean(point.rewards[name] for point in last) for name in last[-1].rewards}
-    return replace(last[-1], rewards=means)
+    """Where a run stands at a budget, with its mean rewards over the budget's last third.
+
+    Between two measurements both are read off a straight line, so that how often a row was measured
+    does not decide where it is read. The untrained model is no measurement of a row.
+
+    Raises:
+        ValueError: the run was not measured over the whole of that third.
+    """
+    trained = [point for point in result.points if point.iteration > 0]
+    spent = [getattr(point, budget) for point in trained]
+    start = limit * (1 - WINDOW)
+    if not spent or start < spent[0] or spent[-1] < limit:
+        raise ValueError(
+            f"{result.job.row}, seed {result.job.seed}: {budget} {limit:g} needs measurements from "
+            f"{start:g} or before to {limit:g} or after; there are {spent}"
+        )
+
+    places = [start, *(place for place in spent if start < place < limit), limit]
+
+    def mean(values: list[float]) -> float:
+        heights = np.interp(places, spent, values)
+        area = np.diff(places) @ (heights[1:] + heights[:-1]) / 2
+        return float(area / (limit - start))
+
+    def now(name: str) -> float:
+        return float(np.interp(limit, spent, [getattr(point, name) for point in trained]))
+
+    rewards = {
+        name: mean([point.rewards[name] for point in trained]) for name in trained[0].rewards
+    }
+    return Point(round(now("iteration")), round(now("evaluations")), now("train_s"), rewards)
 
 
 def table(results: Sequence[Result], budget: str, limit: float) -> list[dict[str, Any]]:
@@ -421,11 +452,21 @@ def main() -> int:
         results = [Result.from_dict(tree) for tree in stored]
     else:
         results = run_all(jobs, options.processes, options.json)
-    budgets = {
+    asked = {
         "iteration": options.iterations,
         "evaluations": options.evaluations,
-        "train_s": options.seconds or min(result.points[-1].train_s for result in results),
+        "train_s": options.seconds or math.inf,
     }
+    # No row is read beyond what every run was measured for.
+    budgets = {
+        budget: min(limit, *(getattr(result.points[-1], budget) for result in results))
+        for budget, limit in asked.items()
+    }
+    try:
+        tables = {budget: table(results, budget, limit) for budget, limit in budgets.items()}
+    except ValueError as error:
+        print(f"no tables: {error}; give a larger budget, or a smaller --every", file=sys.stderr)
+        return 2
     report = {
         "machine": {"cpu_count": os.cpu_count(), "python": platform.python_version()},
         "command": " ".join(sys.argv),
@@ -438,7 +479,7 @@ def main() -> int:
             row: _largest(r.first_max_abs_log_ratio for r in results if r.job.row == row)
             for row in options.rows
         },
-        "tables": {budget: table(results, budget, limit) for budget, limit in budgets.items()},
+        "tables": tables,
         "runs": [asdict(result) for result in results],
     }
     text = "\n".join(markdown_tables(report))
