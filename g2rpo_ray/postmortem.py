@@ -34,13 +34,11 @@ class Place:
 def own_place(_actor: object = None) -> Place:
     """The place of this process; runs on any actor through ``__ray_call__``."""
     context = ray.get_runtime_context()
-    session = Path(ray._private.worker._global_node.get_session_dir_path())
-    name = f"worker-{context.get_worker_id()}-ffffffff-{os.getpid()}"
     return Place(
         node_id=context.get_node_id(),
         address=ray.util.get_node_ip_address(),
         pid=os.getpid(),
-        logs=str(session / "logs" / name),
+        logs=ray._private.worker.global_worker.get_err_file_path().removesuffix(".err"),
         rss_gib=psutil.Process().memory_info().rss / GIB,
     )
 
