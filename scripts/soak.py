@@ -386,9 +386,11 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
     finally:
         for one in drivers:
             one.kill()
+        # None where SIGTERM came: Ray's own handler has ended them.
         ours = [
-            node.all_processes["raylet"][0].process.pid
+            raylet.process.pid
             for node in (nodes.cluster.head_node, nodes.second)
+            for raylet in node.all_processes.get("raylet", [])
         ]
         children = [
             child for pid in ours if psutil.pid_exists(pid)
