@@ -140,6 +140,8 @@ class GroupTraining:
             parts, velocities, references, strict=True
         ):
             self._require_finite(velocity, sums.data, rows)
+            if reference is not None:
+                self._require_finite(reference, sums.data, rows)
             policy, divergence = self._loss(sums.data, velocity, reference, rows, members, update)
             loss = policy.loss + self._config.learner.kl_weight * divergence
             share = len(policy.usable) / self._group.members

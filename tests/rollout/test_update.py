@@ -252,10 +252,12 @@ def test_a_dropped_group_adds_no_kl_either() -> None:
     torch.testing.assert_close(both, gradient_of(config, [sound], moved_policy()) / 2)
 
 
-def _break_a_block(policy: FluxPolicy) -> None:
+def _break_a_block(policy: FluxPolicy, *, reference_only: bool = False) -> None:
     """Let the activations of the first latents of every pass overflow inside the network."""
 
     def overflow(_block: Any, _arguments: Any, outputs: tuple[Tensor, Tensor]) -> Any:
+        if reference_only and torch.is_grad_enabled():
+            return outputs
         text, picture = outputs
         scale = torch.ones(len(picture), 1, 1)
         scale[0] = 1e30
@@ -280,6 +282,16 @@ def test_an_overflow_inside_the_network_stops_before_the_weights_are_lost(
     message = str(caught.value)
     assert "group 0, prompt 'prompt 0', SDE step 0: the network's prediction for " in message
     assert f"{who} is not finite" in message
+    assert (engine.ended, engine.gradients) == ([], [])
+
+
+def test_an_overflow_of_the_reference_stops_the_same_way() -> None:
+    config = tiny_config("g2rpo", model={"lora": {"rank": 2}}, learner={"kl_weight": 1.0})
+    groups = draw_groups(config, count=1, policy=moved_policy())
+    engine = PlainEngine(moved_policy())
+    _break_a_block(engine.policy, reference_only=True)
+    with pytest.raises(LearnerError, match="prediction for all members is not finite"):
+        update(engine, groups, config)
     assert (engine.ended, engine.gradients) == ([], [])
 
 
