@@ -13,7 +13,8 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.errors import RunError
 from g2rpo_ray.evaluation.heldout import HeldoutEvaluation
 from g2rpo_ray.launch import Roles, launch
-from g2rpo_ray.learner.checkpoint import SNAPSHOTS, CheckpointInfo, checkpoint_folder
+from g2rpo_ray.learner.checkpoint import CheckpointInfo
+from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.group import GroupsLostError, LearnerUpdate
 from g2rpo_ray.logs import log_as, log_file

@@ -17,15 +17,13 @@ from PIL import Image
 from g2rpo_ray import __version__
 from g2rpo_ray.config import Config, ModelSection, load_config, save_config
 from g2rpo_ray.errors import InputError
-from g2rpo_ray.learner.checkpoint import (
-    CheckpointError,
-    CheckpointInfo,
+from g2rpo_ray.learner.checkpoint import CheckpointError, CheckpointInfo, read_info
+from g2rpo_ray.learner.checkpoint_folders import (
     checkpoint_folder,
     delete_states_from,
     iteration_of,
     list_checkpoints,
     list_states,
-    read_info,
 )
 from g2rpo_ray.rollout.worker import HeldoutPictures
 from g2rpo_ray.tracking.metrics import read_metrics

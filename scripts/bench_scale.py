@@ -37,7 +37,8 @@ from torch import Tensor
 
 from g2rpo_ray.config import Config, load_config, resolve_path
 from g2rpo_ray.launch import Roles, launch
-from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder
+from g2rpo_ray.learner.checkpoint import CheckpointInfo
+from g2rpo_ray.learner.checkpoint_folders import checkpoint_folder
 from g2rpo_ray.learner.worker import Learner
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name

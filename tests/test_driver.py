@@ -11,7 +11,8 @@ import torch
 
 from g2rpo_ray import driver
 from g2rpo_ray.cluster import ClusterError
-from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder, write_checkpoint
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoint_folders import checkpoint_folder
 from g2rpo_ray.run import open_run, trained_kind
 from tests.tiny import tiny_config
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from g2rpo_ray.algorithm import noise
 from g2rpo_ray.config import Config, resolve_path, save_config
 from g2rpo_ray.export import ExportError, export, model_card
-from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder, write_checkpoint
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoint_folders import checkpoint_folder
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.models.saving import ADAPTER_FILE

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from g2rpo_ray.config import Config, ConfigError, load_config
 from g2rpo_ray.errors import InputError
-from g2rpo_ray.learner.checkpoint import CheckpointInfo, list_checkpoints, read_info
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, read_info
+from g2rpo_ray.learner.checkpoint_folders import list_checkpoints
 from g2rpo_ray.run import checkpoint_named, trained_kind
 
 BASE = "base"

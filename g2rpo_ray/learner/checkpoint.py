@@ -26,6 +26,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from g2rpo_ray.learner.checkpoint_folders import hide
 from g2rpo_ray.learner.shards import (
     CheckpointError,
     StatePart,
@@ -39,9 +40,6 @@ FORMAT = 3
 WEIGHTS_FILE, OPTIMIZER_FILE = "trainable-{:05d}.safetensors", "optimizer-{:05d}.safetensors"
 RANK_FILE = "rank-{:05d}.json"
 """What a rank has written, for state.json; or why it could not."""
-SNAPSHOTS = "snapshots"
-"""Folder, laid out like a run's, of the states that are kept only until the next checkpoint."""
-SNAPSHOTS_KEPT = 2
 WEIGHT_PREFIX, AVERAGE_PREFIX = "weight.", "ema."
 POLL_S = 0.1
 
@@ -167,7 +165,7 @@ def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s:
         _flush(temporary / "state.json")
         _flush(temporary)
         # A checkpoint of this iteration may be there when a run was resumed from an older one.
-        replaced = _hide(folder) if folder.exists() else None
+        replaced = hide(folder) if folder.exists() else None
         temporary.rename(folder)
         _flush(folder.parent)
         if replaced is not None:
@@ -216,68 +214,6 @@ def read_info(folder: Path) -> CheckpointInfo:
 def is_checkpoint_of(folder: Path, info: CheckpointInfo) -> bool:
     """Whether a whole checkpoint of exactly this state is there."""
     return folder.is_dir() and read_info(folder) == info
-
-
-def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
-    return run_dir / "checkpoints" / f"iteration_{iteration:06d}"
-
-
-def iteration_of(folder: Path) -> int:
-    """Iteration that a checkpoint's folder is named after."""
-    return int(folder.name.removeprefix("iteration_"))
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
-    return sorted((run_dir / "checkpoints").glob("iteration_" + 6 * "[0-9]"))
-
-
-def delete_old_checkpoints(
-    run_dir: Path, keep_last: int, newest: Path, keep_also: Sequence[int] = ()
-) -> None:
-    """Keep the last ones up to ``newest``, which was just written, and those of some iterations.
-
-    Later ones are of a history that a resume from an older checkpoint gave up; kept, they would be
-    what the next ``--resume auto`` takes. Snapshots are of no use beside a newer checkpoint.
-
-    Raises:
-        CheckpointError: one cannot be deleted.
-    """
-    _delete([folder for folder in list_checkpoints(run_dir) if folder > newest])
-    checkpoints = list_checkpoints(run_dir)
-    also = [checkpoint_folder(run_dir, iteration) for iteration in keep_also]
-    kept = [*checkpoints[-keep_last:], *also]
-    _delete([folder for folder in checkpoints if folder not in kept])
-    _delete(list_checkpoints(run_dir / SNAPSHOTS))
-    shutil.rmtree(run_dir / SNAPSHOTS, ignore_errors=True)
-
-
-def list_states(run_dir: Path) -> list[Path]:
-    """Checkpoints and snapshots of a run, oldest first; of one iteration the snapshot last."""
-    states = list_checkpoints(run_dir) + list_checkpoints(run_dir / SNAPSHOTS)
-    return sorted(states, key=iteration_of)
-
-
-def delete_states_from(run_dir: Path, iteration: int) -> None:
-    """Delete a run's checkpoints and snapshots of ``iteration`` and later.
-
-    Raises:
-        CheckpointError: one cannot be deleted.
-    """
-    _delete([state for state in list_states(run_dir) if iteration_of(state) >= iteration])
-
-
-def _delete(folders: Sequence[Path]) -> None:
-    try:
-        # Half a folder must not bear a checkpoint's name, whenever the process ends.
-        for hidden in [_hide(folder) for folder in folders]:
-            shutil.rmtree(hidden)
-    except OSError as error:
-        raise CheckpointError(f"{folders[0].parent}: not all could be deleted: {error}") from error
-
-
-def _hide(folder: Path) -> Path:
-    return folder.rename(folder.with_name(f".{folder.name}.deleted"))
 
 
 def _check_file(path: Path, expected_sha256: str) -> None:

@@ -13,16 +13,14 @@ import torch
 from g2rpo_ray.config import Config
 from g2rpo_ray.device import role_device
 from g2rpo_ray.learner.checkpoint import (
-    SNAPSHOTS,
-    SNAPSHOTS_KEPT,
     CheckpointError,
     CheckpointInfo,
     commit_checkpoint,
-    delete_old_checkpoints,
     open_checkpoint,
     prepare_checkpoint,
     write_rank,
 )
+from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS, SNAPSHOTS_KEPT, delete_old_checkpoints
 from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
 from g2rpo_ray.learner.shards import StatePart
 from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups

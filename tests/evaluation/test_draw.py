@@ -14,7 +14,8 @@ from g2rpo_ray.evaluation import draw as draw_module
 from g2rpo_ray.evaluation.draw import Drawing, base_weights
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import BASE, EvaluationError, Row, make_rows, parse_weights
-from g2rpo_ray.learner.checkpoint import CheckpointInfo, checkpoint_folder, write_checkpoint
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoint_folders import checkpoint_folder
 from g2rpo_ray.models.weights import WeightReceipt, load_weights
 from g2rpo_ray.rollout.worker import HeldoutDraw, HeldoutPictures, RolloutWorker
 from g2rpo_ray.weight_sync.base import Peer, verify

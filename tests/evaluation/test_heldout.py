@@ -25,12 +25,11 @@ import torch
 from g2rpo_ray.config import Config
 from g2rpo_ray.driver import TrainingLoop
 from g2rpo_ray.errors import RunError
-from g2rpo_ray.learner.checkpoint import (
-    CheckpointInfo,
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoint_folders import (
     delete_old_checkpoints,
     iteration_of,
     list_checkpoints,
-    write_checkpoint,
 )
 from g2rpo_ray.rollout.worker import HeldoutPictures
 from g2rpo_ray.run import RunFolderError, checkpoint_named, open_run

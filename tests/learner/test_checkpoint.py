@@ -18,15 +18,10 @@ from torch import Tensor
 from g2rpo_ray.learner import checkpoint
 from g2rpo_ray.learner.checkpoint import (
     OPTIMIZER_FILE,
-    SNAPSHOTS,
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
-    checkpoint_folder,
     commit_checkpoint,
-    delete_old_checkpoints,
-    iteration_of,
-    list_checkpoints,
     open_checkpoint,
     prepare_checkpoint,
     read_info,
@@ -34,6 +29,13 @@ from g2rpo_ray.learner.checkpoint import (
     weights_checksum,
     write_checkpoint,
     write_rank,
+)
+from g2rpo_ray.learner.checkpoint_folders import (
+    SNAPSHOTS,
+    checkpoint_folder,
+    delete_old_checkpoints,
+    iteration_of,
+    list_checkpoints,
 )
 from g2rpo_ray.learner.shards import StatePart, whole_parts
 from g2rpo_ray.learner.worker import Learner

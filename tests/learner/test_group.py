@@ -24,12 +24,11 @@ from g2rpo_ray.learner.checkpoint import (
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
-    checkpoint_folder,
-    list_checkpoints,
     open_checkpoint,
     read_info,
     write_checkpoint,
 )
+from g2rpo_ray.learner.checkpoint_folders import checkpoint_folder, list_checkpoints
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.group import LearnerGroup
 from g2rpo_ray.learner.shards import StatePart

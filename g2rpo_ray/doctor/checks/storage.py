@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from g2rpo_ray.config import Config, resolve_path
 from g2rpo_ray.doctor.probe import ask
 from g2rpo_ray.doctor.report import Finding, fail, ok, warn
-from g2rpo_ray.learner.checkpoint import SNAPSHOTS_KEPT
+from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS_KEPT
 
 WRITE_MIB = 64
 STATE_BYTES = 12
