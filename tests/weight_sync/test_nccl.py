@@ -147,7 +147,7 @@ def test_a_worker_that_hangs_is_named_and_the_next_sync_goes_through(
 def test_a_worker_that_dies_is_named_and_the_others_go_on(
     ranks: Ranks, workers: list[ActorHandle], run_dir: Path
 ) -> None:
-    transport = NcclSync(BUCKET_MIB, timeout_s=60)
+    transport = NcclSync(BUCKET_MIB, timeout_s=180)
     doomed = start_worker(tiny_config(run_dir))
     ranks.sync(transport, [*workers, doomed], 1)
     ray.get(workers[0].hang.remote(1))
@@ -157,7 +157,7 @@ def test_a_worker_that_dies_is_named_and_the_others_go_on(
         ranks.sync(transport, [*workers, doomed], 2)
     assert "learner rank" not in str(caught.value)
     assert [peer.handle for peer in caught.value.receivers] == [doomed]
-    assert time.monotonic() - started_s < 60
+    assert time.monotonic() - started_s < 180
     ray.get(workers[0].hang.remote(0))
     ranks.sync(transport, workers, 3)
 
