@@ -109,7 +109,7 @@ def learner_memory(
     parts = {
         "weights": weights / (ranks if stage == 3 else 1) / GIB,
         "gradients": gradients / GIB,
-        "fp32 master, moments": on_card * _state_bytes(config) / GIB,
+        "fp32 master, moments": on_card * state_bytes(config) / GIB,
         "buckets": min(REDUCE_BUCKET, trained) * width / GIB,
         "activations or AdamW step": working,
     }
@@ -126,7 +126,7 @@ def learner_host_memory(config: Config, size: PolicySize, ranks: int) -> dict[st
     """
     settings, width = config.learner, BYTES[config.model.dtype]
     shard, stage = size.trained_parameters / ranks, settings.zero_stage
-    state = shard * _state_bytes(config)
+    state = shard * state_bytes(config)
     parts = {}
     if settings.offload_optimizer and stage == 3:
         groups = [min(SUB_GROUP, shard - start) for start in range(0, int(shard), SUB_GROUP)]
@@ -161,7 +161,7 @@ def scorer_pass_name(kind: str) -> PassName:
     return "score_hps" if kind == "hps" else "score_clip"
 
 
-def _state_bytes(config: Config) -> int:
+def state_bytes(config: Config) -> int:
     """Of a trained parameter: master weight, moments, and the average where one is kept."""
     return STATE_BYTES + AVERAGE_BYTES * (config.learner.ema_decay is not None)
 

@@ -1,12 +1,11 @@
 """scripts/bench_scale.py: its setups are configurations that a run would take."""
 
 import argparse
-import importlib
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from tests.scripts.loading import load_script
 
 
 @pytest.mark.parametrize(
@@ -15,8 +14,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 def test_a_setup_is_a_valid_configuration(
     setup: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    bench_scale = importlib.import_module("bench_scale")
+    bench_scale = load_script("bench_scale")
     monkeypatch.setattr(bench_scale, "write_scorer", lambda path: path)
     options = argparse.Namespace(setup=setup, tiny=False, heads=None, overrides=[])
     config, _ = bench_scale.make_config(options, tmp_path)

@@ -1,6 +1,5 @@
 """The maths and the rollout engine against tests/golden, through the script that users run."""
 
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -9,7 +8,8 @@ from types import ModuleType
 import pytest
 from safetensors.torch import load_file, save_file
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "check_golden.py"
+from tests.scripts.loading import load_script
+
 SECTIONS = [
     "schedules",
     "sde steps",
@@ -23,13 +23,7 @@ SECTIONS = [
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_golden", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_golden"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("check_golden")
 
 
 @pytest.mark.parametrize("section", SECTIONS)

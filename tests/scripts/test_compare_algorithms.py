@@ -1,25 +1,16 @@
 """What a run is worth at a budget."""
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_algorithms.py"
+from tests.scripts.loading import load_script
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_algorithms", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_algorithms"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("compare_algorithms")
 
 
 def run(script: ModuleType, measured: list[tuple[float, float]], base: float = -9.0) -> Any:

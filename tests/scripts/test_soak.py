@@ -1,13 +1,12 @@
 """scripts/soak.py: what counts against a run. Whole soaks are in tests/chaos."""
 
-import importlib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from tests.scripts.loading import load_script
 
 
 class FakeDriver:
@@ -33,8 +32,7 @@ class FakeDriver:
 
 @pytest.fixture
 def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    module = importlib.import_module("soak")
+    module = load_script("soak")
     monkeypatch.setattr(module, "wait_for", lambda condition, *_: wait_for(condition))
     return module
 

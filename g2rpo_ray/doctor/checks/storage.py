@@ -13,12 +13,9 @@ from g2rpo_ray.config import Config, resolve_path
 from g2rpo_ray.doctor.probe import ask
 from g2rpo_ray.doctor.report import Finding, fail, ok, warn
 from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS_KEPT
+from g2rpo_ray.plan.memory import state_bytes
 
 WRITE_MIB = 64
-STATE_BYTES = 12
-"""Of a trained parameter in a checkpoint: fp32 weight and AdamW's two moments."""
-AVERAGE_BYTES = 4
-"""And its moving average, where ``learner.ema_decay`` is set."""
 ADAPTER_SHARE = 0.1
 """Adapters are taken for at most this share of the model's parameters."""
 
@@ -68,9 +65,8 @@ def check_space(config: Config, folder: Path) -> Finding:
     free_gib = shutil.disk_usage(folder).free / 2**30
     parameters = _parameters(resolve_path(config.model.path) / "transformer")
     share = 1.0 if config.model.lora is None else ADAPTER_SHARE
-    state_bytes = STATE_BYTES + (AVERAGE_BYTES if config.learner.ema_decay else 0)
     states = most_states(config)
-    wanted_gib = states * parameters * share * state_bytes / 2**30
+    wanted_gib = states * parameters * share * state_bytes(config) / 2**30
     what = (
         f"{folder}: {free_gib:.1f} GiB free, checkpoints want up to {wanted_gib:.1f} GiB "
         f"({states} states, snapshots included)"
