@@ -9,6 +9,7 @@ from torch import Tensor
 
 from g2rpo_ray.models.flux import FluxPolicy, load_policy
 from g2rpo_ray.models.weights import (
+    PINNED_BYTES,
     PackedWeights,
     WeightMismatchError,
     load_weights,
@@ -134,3 +135,12 @@ def test_adapters_do_not_bind_to_a_full_model(policy: FluxPolicy) -> None:
     full = load_policy(tiny_config(Path("unused")))
     with pytest.raises(WeightMismatchError, match=r"model\.lora"):
         load_weights(full, weights_of(policy))
+
+
+@pytest.mark.gpu
+def test_packed_weights_reach_a_card_in_pieces() -> None:
+    size = 2 * PINNED_BYTES + 6
+    packed = PackedWeights.of({"a": torch.randn(size // 2).bfloat16(), "b": torch.randn(3)})
+    arrived = packed.to(torch.device("cuda"))
+    assert {tensor.device.type for tensor in arrived.values()} == {"cuda"}
+    assert receipt(0, arrived) == receipt(0, packed)
