@@ -228,6 +228,10 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
         ),
         (["rollout.gpus_per_worker=1.5"], ["rollout.gpus_per_worker: 1.5 GPUs", "whole GPUs"]),
         (["learner.gpus_per_rank=2.5"], ["learner.gpus_per_rank: 2.5 GPUs", "whole GPUs"]),
+        (
+            ["learner.ranks=2", "learner.gpus_per_rank=0.5"],
+            ["learner: ranks is 2", "gpus_per_rank is 0.5", "more than half a GPU"],
+        ),
         (["rewards.hps.gpus_per_replica=1.1"], ["rewards.hps.gpus_per_replica: 1.1 GPUs"]),
         (["prompts.encoder_gpus=1.5"], ["prompts.encoder_gpus: 1.5 GPUs", "a share of one GPU"]),
         (["evaluation.min_gain=-0.1"], ["evaluation.min_gain", "greater than or equal to 0"]),
@@ -243,6 +247,8 @@ def test_impossible_combination(overrides: list[str], named: list[str]) -> None:
     [
         ["rollout.gpus_per_worker=0.9", "learner.gpus_per_rank=1", "prompts.encoder_gpus=0"],
         ["rollout.gpus_per_worker=2", "learner.gpus_per_rank=4.0"],
+        ["learner.ranks=2", "learner.gpus_per_rank=0.51"],
+        ["learner.ranks=1", "learner.gpus_per_rank=0.4"],
         ["rollout.timeout_s=30", "rollout.min_deadline_s=30"],
         ["learner.schedule=cosine", "learner.decay_updates=9", "learner.final_share=0.1"],
         # Members that share x_k, or fit into one batch, are one pass of a step.

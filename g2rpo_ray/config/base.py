@@ -39,6 +39,8 @@ def check_gpus(gpus: float) -> float:
 
 Gpus = Annotated[float, Field(ge=0), AfterValidator(check_gpus)]
 """GPUs of one process."""
+LARGEST_SHARED = 0.5
+"""The largest share of a card that two processes can have on the same one."""
 
 
 def check_deadlines(min_deadline_s: float, timeout_s: float) -> None:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from g2rpo_ray.algorithm.advantage import Combination, Normalisation
 from g2rpo_ray.algorithm.objective import StepWeight
-from g2rpo_ray.config.base import Gpus, Section, check_deadlines
+from g2rpo_ray.config.base import LARGEST_SHARED, Gpus, Section, check_deadlines
 
 
 class AdvantageSection(Section):
@@ -48,7 +48,8 @@ class LearnerSection(Section):
     cpus_per_rank: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a rank."""
     gpus_per_rank: Gpus = 1.0
-    """GPUs (or a fraction of one) that Ray reserves for a rank."""
+    """GPUs (or a fraction of one) that Ray reserves for a rank; with several ranks more than half
+    of one, because NCCL takes no two ranks on one card."""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
     ``in(x, y)``."""
@@ -121,6 +122,12 @@ class LearnerSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.ranks > 1 and 0 < self.gpus_per_rank <= LARGEST_SHARED:
+            raise ValueError(
+                f"ranks is {self.ranks} and gpus_per_rank is {self.gpus_per_rank:g}; two ranks "
+                "could share a card, which NCCL does not take: use one rank, or more than half a "
+                "GPU for each"
+            )
         if self.steps_per_pass > 1 and self.update == "per_sde_step":
             raise ValueError(
                 f"steps_per_pass is {self.steps_per_pass} and update is per_sde_step; steps that "

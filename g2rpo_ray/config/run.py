@@ -12,7 +12,7 @@ from g2rpo_ray.config.algorithm import (
     MixGrpoSection,
     SamplingSection,
 )
-from g2rpo_ray.config.base import Section, problems
+from g2rpo_ray.config.base import LARGEST_SHARED, Section, problems
 from g2rpo_ray.config.cluster import ClusterSection
 from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
 from g2rpo_ray.config.model import ModelSection, PromptsSection
@@ -22,9 +22,6 @@ from g2rpo_ray.config.operation import (
     TrackingSection,
 )
 from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RewardSection, RolloutSection
-
-LARGEST_SHARED = 0.5
-"""The largest share of a card that two roles can have on the same one."""
 
 
 class Config(Section):

@@ -11,6 +11,7 @@ from functools import cached_property
 from g2rpo_ray.algorithm.granularity import RolloutCounts
 from g2rpo_ray.arithmetic import updates_per_iteration
 from g2rpo_ray.config import Config, RewardSection
+from g2rpo_ray.config.base import LARGEST_SHARED
 from g2rpo_ray.plan.costs import (
     CardCosts,
     CostsError,
@@ -138,27 +139,33 @@ class Predictor:
         return updates_per_iteration(self.config, self.work.counts)
 
     def splits(self, cards: int) -> list[Split]:
-        """Every number of ranks that leaves room for a worker, each with all workers that fit."""
+        """Every number of ranks that leaves room for a worker, each with workers on as many cards
+        as can be, and no more workers than that takes."""
         found = []
-        for ranks in range(1, self._most(self.config.learner.gpus_per_rank, cards) + 1):
+        for ranks in range(1, self._most_ranks(cards) + 1):
             most_workers = self._most(self.config.rollout.gpus_per_worker, cards)
-            for workers in range(most_workers, 0, -1):
-                if len(self._placed(workers, ranks)) == cards:
-                    found.append(self.split(workers, ranks))
-                    break
+            whole = [w for w in range(1, most_workers + 1) if len(self._placed(w, ranks)) == cards]
+            if whole:
+                workers = max(whole, key=lambda w: (self._drawing_cards(w, ranks), -w))
+                found.append(self.split(workers, ranks))
         return found
 
     def split(self, workers: int, ranks: int) -> Split:
         """Time and memory of one split."""
-        phases = Phases(self.generate_s(workers), self.learn_s(ranks), self.sync_s())
+        drawing_cards = self._drawing_cards(workers, ranks)
+        phases = Phases(self.generate_s(drawing_cards), self.learn_s(ranks), self.sync_s())
         return Split(workers, ranks, phases, self._missing(workers, ranks))
 
     def configured_cards(self) -> int:
         """Cards that the configuration's own split takes; 0 for a run on CPUs."""
         return len(self._placed(self.config.rollout.workers, self.config.learner.ranks))
 
-    def generate_s(self, workers: int) -> float:
-        """Drawing, decoding and scoring; scoring runs beside the rest, but for the last request."""
+    def generate_s(self, drawing_cards: int) -> float:
+        """Drawing, decoding and scoring; scoring runs beside the rest, but for the last request.
+
+        Args:
+            drawing_cards: with workers, which share what a card computes; on a CPU, workers.
+        """
         config, work, costs = self.config, self.work, self.costs
         counts = work.counts
         evaluation = costs.pass_cost(self._as_rollout("evaluation", "evaluation_compiled"))
@@ -169,7 +176,7 @@ class Predictor:
             work.evaluation_passes, counts.evaluations * self.size.evaluation.tflop
         ) + decode.time_s(decode_passes, counts.pictures * self.size.decode.tflop)
         prompts = config.sampling.prompts_per_iteration
-        rounds = math.ceil(prompts / workers)
+        rounds = math.ceil(prompts / drawing_cards)
         requests = {
             name: (reward.settings, self._request_s(reward, in_request))
             for name, reward in self.rewards.items()
@@ -340,6 +347,16 @@ class Predictor:
             if wanted > capacity:
                 missing[" + ".join(roles)] = wanted - capacity
         return missing
+
+    def _drawing_cards(self, workers: int, ranks: int) -> int:
+        placed = self._placed(workers, ranks)
+        # Where others evaluate while the run trains, cards of theirs draw nothing for it.
+        return min(workers, sum("rollout worker" in roles for roles in placed) or workers)
+
+    def _most_ranks(self, cards: int) -> int:
+        share = self.config.learner.gpus_per_rank
+        # NCCL takes no two on one card: the configuration allows one rank of half a card or less.
+        return min(self._most(share, cards), 1 if share <= LARGEST_SHARED else cards)
 
     @staticmethod
     def _most(share: float, cards: int) -> int:

@@ -117,6 +117,16 @@ def test_more_ranks_and_workers_never_take_longer() -> None:
     assert sixteen < alone
 
 
+def test_workers_on_one_card_share_what_it_computes() -> None:
+    shared = ["rollout.gpus_per_worker=0.45", "learner.ranks=1", "learner.gpus_per_rank=0.2"]
+    predictor = paper_plan(*shared).predictor
+    whole, half = predictor.split(4, 1), predictor.split(2, 1)
+    assert half.phases.generate_s == predictor.split(1, 1).phases.generate_s
+    assert whole.phases.generate_s < half.phases.generate_s
+    # Of the splits over two cards the one with workers on both; NCCL takes no two ranks on a card.
+    assert [(split.workers, split.ranks) for split in predictor.splits(2)] == [(3, 1)]
+
+
 def test_seconds_come_from_the_operations_that_a_real_rollout_computes(tmp_path: Path) -> None:
     config = load_config(QUICKSTART, [f"run_dir={tmp_path}", "sampling.prompts_per_iteration=6"])
     worker = RolloutWorker(config, Redness(sorted(config.rewards)))
@@ -134,8 +144,8 @@ def test_seconds_come_from_the_operations_that_a_real_rollout_computes(tmp_path:
     scored = [r.size for r in predictor.rewards.values() if r.settings.weight > 0 and r.size]
     scoring_s = predictor.work.counts.pictures * sum(size.image.tflop for size in scored)
     prompt_s = counter.get_total_flops() / TERA + scoring_s
-    assert predictor.generate_s(workers=1) == pytest.approx(6 * prompt_s, rel=1e-6)
-    assert predictor.generate_s(workers=4) == pytest.approx(2 * prompt_s, rel=1e-6)
+    assert predictor.generate_s(drawing_cards=1) == pytest.approx(6 * prompt_s, rel=1e-6)
+    assert predictor.generate_s(drawing_cards=4) == pytest.approx(2 * prompt_s, rel=1e-6)
 
 
 def test_pass_cost_is_a_line_through_two_batches() -> None:
@@ -153,7 +163,7 @@ def test_pass_cost_is_a_line_through_two_batches() -> None:
     [
         (["--gpus", "0"], "--gpus 0: at least 1 is needed"),
         (["--gpus", "1"], "1 GPU(s) do not hold a rollout worker, a learner rank"),
-        (["--card", "T-800"], "no measured costs for card 'T-800'; known are H100, cpu-core"),
+        (["--card", "T-800"], "no measured costs for card 'T-800'; known are H100, H200, cpu-core"),
         (["--costs", "/no/costs.json"], "--costs /no/costs.json: cannot be read"),
         (["sampling.stepps=3"], "sampling.stepps: unknown key"),
         (["model.gradient_checkpointing=false"], "no 'learner_full' for NVIDIA H100"),
