@@ -238,7 +238,7 @@ class Bench:
                 policy.transformer.enable_gradient_checkpointing()
             else:
                 policy.transformer.disable_gradient_checkpointing()
-            tflop = LEARNER_FORWARDS[name] * self.evaluation_tflop()
+            tflop = LEARNER_FORWARDS[name] * self.evaluation_tflop(rank)
             for batch in batches:
                 predict = self.call(policy, batch, forward)
                 run = partial(_differentiate, predict, backward)
@@ -347,8 +347,11 @@ class Bench:
         sigma = torch.full((batch,), 0.5, device=world.device)
         return partial(forward or policy, random(batch, *world.shape.packed), sigma, embeds)
 
-    def evaluation_tflop(self) -> float:
+    def evaluation_tflop(self, rank: int | None = None) -> float:
         transformer = transformer_on_meta(self.world.transformer)
+        if rank is not None:
+            with torch.device("meta"):
+                add_lora(transformer, LoraSection(rank=rank, alpha=2.0 * rank), seed=0)
         return evaluation_operations(transformer, self.world.shape, self.world.text_tokens).tflop
 
     def measure(self, batch: int, sample_tflop: float, run: Callable[[], object]) -> Measurement:

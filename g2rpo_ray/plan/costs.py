@@ -28,11 +28,17 @@ PassName = Literal[
 """``compiled`` are those of a rollout on a card, unless ``rollout.compile`` is false."""
 
 RateName = Literal[
-    "matrix", "optimizer", "optimizer_host", "sync_object_store", "sync_nccl", "link"
+    "matrix",
+    "optimizer",
+    "optimizer_host",
+    "gradients_to_host",
+    "sync_object_store",
+    "sync_nccl",
+    "link",
 ]
 """matrix: FLOP of a large product; optimizer: parameters through AdamW, on the card, or on the host
-with ``learner.offload_optimizer``; sync: bytes of weights into the workers, verified;
-link: bytes between two cards."""
+with ``learner.offload_optimizer``; gradients_to_host: bytes of gradients that move there in every
+pass then; sync: bytes of weights into the workers, verified; link: bytes between two cards."""
 
 
 class CostsError(InputError):

@@ -89,6 +89,7 @@ class PolicySize:
     """Image and text tokens of one sample."""
     pixels: int
     evaluation: Operations
+    """Adapters included."""
     decode: Operations
 
     @property
@@ -145,7 +146,6 @@ def _count_policy(
     vae = vae_on_meta(json.loads(vae_json))
     parameters = count_parameters(transformer)
     shape = LatentShape.of_picture(*picture, transformer.config.in_channels)
-    evaluation = evaluation_operations(transformer, shape, text_tokens)
     if lora_json is None:
         choose_trained(transformer, list(trained_modules) if trained_modules else None)
     else:
@@ -162,7 +162,7 @@ def _count_policy(
         blocks=transformer.config.num_layers + transformer.config.num_single_layers,
         tokens=shape.packed[0] + text_tokens,
         pixels=picture[0] * picture[1],
-        evaluation=evaluation,
+        evaluation=evaluation_operations(transformer, shape, text_tokens),
         decode=decode_operations(vae, *picture),
     )
 

@@ -208,6 +208,9 @@ class Predictor:
         on_host = config.learner.offload_optimizer
         optimizer = self._rate("optimizer_host" if on_host else "optimizer", "optimizer")
         seconds += self.updates * optimizer.time_s(shard)
+        if on_host and "gradients_to_host" in costs.rates:
+            gradients = passes * shard * BYTES[config.model.dtype]
+            seconds += costs.rate("gradients_to_host").time_s(gradients)
         if ranks > 1 and "link" in costs.rates:
             share = (ranks - 1) / ranks
             seconds += costs.rate("link").time_s(share * self._learner_traffic(passes))
@@ -267,7 +270,7 @@ class Predictor:
         learner = self.config.learner
         notes = {
             "learner.offload_optimizer: gradients on their way to the host": (
-                learner.offload_optimizer
+                learner.offload_optimizer and "gradients_to_host" not in self.costs.rates
             ),
             "learner.offload_parameters: weights on their way to the card": (
                 learner.offload_parameters

@@ -49,6 +49,12 @@ def test_lora_counts_its_adapters_only() -> None:
     single = 38 * (3 * (3072 + 3072) + (3072 + 12288) + (15360 + 3072))
     assert size.trained_parameters == 64 * (double + single)
     assert size.frozen_parameters == size.parameters == 11_901_408_320
+    # Each adapter computes for every token that its module sees; modulation has none.
+    full = policy_size(load_config(PAPER))
+    # A double block's modules see either the image or the text, half of them each.
+    tokens = (2025 + 512) * (double / 2 + single)
+    added = size.evaluation.tflop - full.evaluation.tflop
+    assert added == pytest.approx(2 * 64 * tokens / 1e12, rel=1e-9)
 
 
 def test_some_trained_modules_are_counted_as_the_loader_does() -> None:
