@@ -27,7 +27,7 @@ def test_a_shipped_configuration_says_what_it_costs(path: Path) -> None:
     print(f"\n{path.name}\n{description}")
     counts = make_strategy(config).counts(0)
     assert f"({counts.evaluations} a prompt)" in description
-    name = path.stem.removesuffix("_lora")
+    name = path.stem.removesuffix("_lora").removesuffix("_one_gpu")
     assert counts.evaluations == EVALUATIONS.get(name, counts.evaluations)
     assert path.stem.endswith("_lora") == (config.model.lora is not None)
 
