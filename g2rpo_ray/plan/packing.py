@@ -15,11 +15,16 @@ def pack(shares: Sequence[tuple[str, float]]) -> list[list[str]]:
     """
     cards: list[list[str]] = []
     room: list[float] = []
+    before, place = math.inf, 0
     for role, share in sorted(shares, key=lambda item: -item[1]):
         if share == 0:
             continue
-        place = next((i for i, left in enumerate(room) if share <= left + TOLERANCE), None)
-        if place is not None:
+        # Cards that were too full for a share are so for the next of the same size.
+        place = place if share == before else 0
+        before = share
+        while place < len(cards) and share > room[place] + TOLERANCE:
+            place += 1
+        if place < len(cards):
             cards[place].append(role)
             room[place] -= share
             continue

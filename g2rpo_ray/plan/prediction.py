@@ -5,8 +5,9 @@ counted with ``min_replicas``: Ray Serve adds more only where cards have room.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from g2rpo_ray.algorithm.granularity import RolloutCounts
 from g2rpo_ray.arithmetic import updates_per_iteration
@@ -142,11 +143,14 @@ class Predictor:
         """Every number of ranks that leaves room for a worker, each with workers on as many cards
         as can be, and no more workers than that takes."""
         found = []
+        counts = range(1, self._most(self.config.rollout.gpus_per_worker, cards) + 1)
         for ranks in range(1, self._most_ranks(cards) + 1):
-            most_workers = self._most(self.config.rollout.gpus_per_worker, cards)
-            whole = [w for w in range(1, most_workers + 1) if len(self._placed(w, ranks)) == cards]
-            if whole:
-                workers = max(whole, key=lambda w: (self._drawing_cards(w, ranks), -w))
+            taken = partial(self._cards_taken, ranks=ranks)
+            drawing = partial(self._drawing_cards, ranks=ranks)
+            # Both grow with the workers.
+            first, end = (find(counts, cards, key=taken) for find in (bisect_left, bisect_right))
+            if whole := counts[first:end]:
+                workers = whole[bisect_left(whole, drawing(whole[-1]), key=drawing)]
                 found.append(self.split(workers, ranks))
         return found
 
@@ -158,7 +162,7 @@ class Predictor:
 
     def configured_cards(self) -> int:
         """Cards that the configuration's own split takes; 0 for a run on CPUs."""
-        return len(self._placed(self.config.rollout.workers, self.config.learner.ranks))
+        return self._cards_taken(self.config.rollout.workers, self.config.learner.ranks)
 
     def generate_s(self, drawing_cards: int) -> float:
         """Drawing, decoding and scoring; scoring runs beside the rest, but for the last request.
@@ -338,6 +342,9 @@ class Predictor:
         for name, reward in config.rewards.items():
             shares += [(f"reward {name}", reward.gpus_per_replica)] * reward.min_replicas
         return pack(shares)
+
+    def _cards_taken(self, workers: int, ranks: int) -> int:
+        return len(self._placed(workers, ranks))
 
     def _missing(self, workers: int, ranks: int) -> dict[str, float]:
         capacity = self.costs.memory_gib

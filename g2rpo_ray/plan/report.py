@@ -70,7 +70,14 @@ def make_plan(config: Config, table: CostTable, gpus: int | None, card: str | No
             "GPUs): give more, or smaller shares (rollout.gpus_per_worker=0.5)"
         )
     configured = predictor.split(config.rollout.workers, config.learner.ranks)
-    return Plan(predictor, cards, splits, configured, recommend(splits))
+    recommended = recommend(splits)
+    prompts = config.sampling.prompts_per_iteration
+    if recommended and max(recommended.workers, recommended.ranks) > prompts:
+        predictor.notes.append(
+            f"{prompts} prompts an iteration keep at most {prompts} workers and {prompts} ranks "
+            f"busy: {cards} GPUs want more (sampling.prompts_per_iteration)"
+        )
+    return Plan(predictor, cards, splits, configured, recommended)
 
 
 def as_text(plan: Plan) -> str:

@@ -56,6 +56,17 @@ def test_recommended_split_fits_and_takes_all_cards(gpus: int) -> None:
     )
 
 
+def test_hundreds_of_cards() -> None:
+    plan = paper_plan(gpus=256)
+    assert plan.recommended is not None
+    assert plan.recommended.workers + plan.recommended.ranks == 256
+    # The paper's 16 prompts leave most of them idle, and the plan says so.
+    assert [note for note in plan.predictor.notes if "256 GPUs want more" in note]
+    assert not [note for note in paper_plan(gpus=24).predictor.notes if "want more" in note]
+    prompts = "sampling.prompts_per_iteration=256"
+    assert not [n for n in paper_plan(prompts, gpus=256).predictor.notes if "want more" in n]
+
+
 def test_split_that_does_not_fit_says_what_is_missing() -> None:
     alone = next(split for split in paper_plan().splits if split.ranks == 1)
     (role, missing_gib) = next(iter(alone.missing_gib.items()))
