@@ -12,11 +12,13 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import shlex
 import sys
 import time
 from pathlib import Path
 
+from aiohttp import ClientError
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
@@ -32,6 +34,8 @@ LEFT_HERE = [
 ]  # fmt: skip
 """What stays behind: Ray reads and hashes all the rest before it refuses what is too large."""
 POLL_S = 1.0
+UNREACHABLE = (OSError, RuntimeError, ValueError, RayError, ClientError)
+"""What Ray's client raises; the errors of requests and of sockets are OSErrors."""
 EXIT_FAILED, EXIT_NOT_SUBMITTED, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -54,7 +58,7 @@ def main() -> int:
             },
             metadata={"config": str(options.config), "run_dir": str(options.run_dir)},
         )
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+    except UNREACHABLE as error:
         return _refuse(f"not submitted to {options.address}: {_cause(error)}")
     print(f"submit.py: job {job} at {options.address}", flush=True)
     try:
@@ -67,8 +71,12 @@ def main() -> int:
             file=sys.stderr,
         )
         return EXIT_INTERRUPTED
-    except (ConnectionError, RuntimeError, RayError) as error:
-        print(f"submit.py: lost sight of job {job}: {error}", file=sys.stderr)
+    except UNREACHABLE as error:
+        print(
+            f"submit.py: lost sight of job {job}, which may go on: {error}. Is the head there? "
+            f"Follow it again: ray job logs -f {job}",
+            file=sys.stderr,
+        )
         return EXIT_FAILED
 
 
@@ -92,8 +100,11 @@ def _parse() -> argparse.Namespace:
         metavar="NAME",
         help="a variable of this shell that the driver gets, too; may be given repeatedly",
     )
-    options = parser.parse_args()
-    options.id = options.id or f"{options.run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # argparse takes the settings in one place only; people write them before and after options.
+    options = parser.parse_intermixed_args()
+    # It becomes part of addresses: '#' or a blank in it would be somebody else's job, or none.
+    name = re.sub(r"[^\w.-]+", "-", options.run_dir.name, flags=re.ASCII)
+    options.id = options.id or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     _check(options)
     return options
 

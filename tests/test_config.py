@@ -297,12 +297,23 @@ def test_a_value_may_hold_an_equals_sign() -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "path"),
+    [("/runs/one two#3", "/runs/one two#3"), ('"/runs/try #2"', "/runs/try #2")],
+)
+def test_a_path_may_hold_blanks_and_hashes(value: str, path: str) -> None:
+    assert quickstart(f"run_dir={value}").run_dir == path
+
+
+@pytest.mark.parametrize(
     ("override", "named"),
     [
         ("seed", "expected key.sub=value"),
         ("=3", "expected key.sub=value"),
         ("seed.of=3", "seed is 0, not a section"),
         ("seed=[1", "not valid YAML"),
+        ("run_dir=/runs/try #2", "begins a comment"),
+        ("seed=1 # as before", "begins a comment"),
+        ("run_dir=#2", "begins a comment"),
     ],
 )
 def test_override_of_wrong_form(override: str, named: str) -> None:

@@ -106,3 +106,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {override!r}: {parent} is {value!r}, not a section")
         section = value
     section[leaf] = _parse_yaml(text, f"override {override!r}")
+    node = yaml.compose(text, _YamlLoader)
+    if text[node.end_mark.index if node else 0 :].strip():
+        # Else a run in '/runs/try #2' would silently be one in '/runs/try'.
+        raise ConfigError(
+            f"override {override!r}: ' #' begins a comment in YAML, what follows would be lost; "
+            f"quote the value: {key}='\"...\"'"
+        )

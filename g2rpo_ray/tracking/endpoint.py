@@ -24,12 +24,15 @@ class RayEndpoint(Sink):
         self._run = run
         self._metrics: dict[str, Any] = {}
         self._totals: defaultdict[str, float] = defaultdict(float)
+        self._iteration = 0
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
         self.live(values)
+        # An evaluation beside the training is recorded later than iterations after its own.
+        self._iteration = max(self._iteration, iteration)
         self.live(
             {
-                "run/iteration": iteration,
+                "run/iteration": self._iteration,
                 "run/recorded_unix_s": time.time(),
                 "run/not_finite": sum(not math.isfinite(value) for value in values.values()),
             }

@@ -1,14 +1,21 @@
-"""cluster/submit.py: what travels with a job; the submission itself is in test_raylets.py."""
+"""cluster/submit.py: what travels with a job, and a head that goes away; the submission itself is
+in test_raylets.py."""
 
-import runpy
+import importlib.util
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from zipfile import ZipFile
 
+import aiohttp
 import pytest
+import requests
 from ray._private.runtime_env.packaging import create_package
 
 PROJECT = Path(__file__).parents[2]
+CONFIG = str(PROJECT / "configs" / "quickstart.yaml")
 
 TRAVELS = {
     "cluster/submit.py",
@@ -31,6 +38,75 @@ STAYS = LARGE | {
 }
 
 
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """submit.py, imported anew."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    spec = importlib.util.spec_from_file_location("submit", PROJECT / "cluster" / "submit.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Client:
+    """Ray's client, of a head that goes away while the job is followed."""
+
+    submitted: dict[str, Any]
+    lost: type[Exception]
+
+    def __init__(self, address: str) -> None:
+        pass
+
+    def submit_job(self, **job: Any) -> str:
+        Client.submitted = job
+        return str(job["submission_id"])
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        yield f"log of {job}\n"
+        if self.lost is aiohttp.ClientError:
+            raise self.lost("the connection")
+
+    def get_job_info(self, job: str) -> None:
+        raise self.lost(f"no answer for {job}")
+
+
+@pytest.mark.parametrize("lost", [requests.exceptions.ConnectionError, aiohttp.ClientError])
+def test_a_head_that_goes_away_is_named(
+    script: ModuleType,
+    lost: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(script, "JobSubmissionClient", Client)
+    monkeypatch.setattr(Client, "lost", lost, raising=False)
+    monkeypatch.setattr(sys, "argv", ["submit.py", CONFIG, "/runs/mine", "--id", "first"])
+    assert script.main() == 1
+    said = capsys.readouterr()
+    assert "log of first" in said.out
+    assert "lost sight of job first, which may go on" in said.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [CONFIG, "/runs/try #2", "--address", "http://head:8265", "seed=1", "iterations=3"],
+        [CONFIG, "--address", "http://head:8265", "/runs/try #2", "seed=1", "iterations=3"],
+        [CONFIG, "/runs/try #2", "seed=1", "--address", "http://head:8265", "iterations=3"],
+    ],
+)
+def test_settings_may_stand_anywhere_and_the_id_fits_into_an_address(
+    script: ModuleType, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "JobSubmissionClient", Client)
+    monkeypatch.setattr(Client, "lost", OSError, raising=False)
+    monkeypatch.setattr(sys, "argv", ["submit.py", *arguments])
+    script.main()
+    assert Client.submitted["entrypoint"].endswith(" seed=1 iterations=3")
+    assert Client.submitted["submission_id"].startswith("try-2-")
+
+
 def packed(project: Path, excludes: list[str]) -> set[str]:
     """What Ray's own packer puts into a job's working directory."""
     package = project.with_suffix(".zip")
@@ -49,11 +125,9 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_models_and_data_stay_here_and_the_package_travels(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, script: ModuleType
 ) -> None:
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    left_here = runpy.run_path(str(PROJECT / "cluster" / "submit.py"))["LEFT_HERE"]
-    assert packed(project, left_here) == TRAVELS
+    assert packed(project, script.LEFT_HERE) == TRAVELS
 
 
 def test_git_ignores_what_is_large_and_not_the_package(project: Path) -> None:

@@ -248,6 +248,15 @@ def test_every_number_reaches_rays_endpoint(
     ]  # fmt: skip
 
 
+def test_an_evaluation_beside_the_training_does_not_turn_the_iteration_back(
+    tmp_path: Path, endpoint: dict[str, FakeMetric]
+) -> None:
+    with MetricsLog(tmp_path, ONLY_LINES, {}) as log:
+        log.record(24, {"policy/grad_norm": 0.5})
+        log.record(20, {"heldout/hps": 0.5})
+    assert [value for value, _ in endpoint["g2rpo_run_iteration"].values] == [24.0, 24.0]
+
+
 def test_counters_add_up_and_start_at_0(tmp_path: Path, endpoint: dict[str, FakeMetric]) -> None:
     with MetricsLog(tmp_path, ONLY_LINES, {}) as log:
         for iteration, dropped in enumerate((0, 2, math.nan, 1), start=1):
