@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.cluster import Node
+from g2rpo_ray.config import load_config
 from g2rpo_ray.doctor.checks.clock import judge_clock
 from g2rpo_ray.doctor.checks.hardware import check_hardware
 from g2rpo_ray.doctor.checks.limits import check_limits
@@ -20,7 +21,7 @@ from g2rpo_ray.doctor.checks.versions import check_versions
 from g2rpo_ray.doctor.files import digests, model_problems
 from g2rpo_ray.doctor.probe import Gpu, NodeFacts
 from g2rpo_ray.doctor.report import Finding, Level, as_json, as_text, fail, ok, warn, worst
-from tests.tiny import copy_flux, tiny_config
+from tests.tiny import QUICKSTART, copy_flux, tiny_config
 
 H100 = Gpu("NVIDIA H100", "580.1", 81559, 4)
 FACTS = NodeFacts(
@@ -139,6 +140,24 @@ def test_space_for_checkpoints(tmp_path: Path) -> None:
     assert "checkpoints want up to 20827531.9 GiB" in finding.what
     finding = check_space(tiny_config(tmp_path, *many, "learner.ema_decay=0.9"), tmp_path)
     assert "checkpoints want up to 27770042.5 GiB" in finding.what
+
+
+def test_space_of_a_model_that_is_not_there_yet(tmp_path: Path) -> None:
+    # LoRA of rank 64 on FLUX.1-dev: 261,488,640 parameters, and a state takes 12 bytes of each.
+    recipe = load_config(QUICKSTART.with_name("flux_g2rpo_hps_lora.yaml"), [f"run_dir={tmp_path}"])
+    states = most_states(recipe)
+    assert (
+        f"want up to {states * 261_488_640 * 12 / 2**30:.1f} GiB"
+        in check_space(recipe, tmp_path).what
+    )
+
+
+def test_space_of_a_broken_model_is_unknown(tmp_path: Path) -> None:
+    flux = copy_flux(tmp_path / "flux")
+    (flux / "transformer" / "config.json").write_text("{")
+    finding = check_space(tiny_config(tmp_path, f"model.path={flux}"), tmp_path)
+    assert finding.level == Level.WARN
+    assert "is unknown" in finding.what
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,21 @@
 """The run folder: writable on every node, the same folder on all of them, with space left."""
 
-import math
 import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 from ray.actor import ActorHandle
-from safetensors import SafetensorError, safe_open
 
-from g2rpo_ray.config import Config, resolve_path
+from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.probe import ask
 from g2rpo_ray.doctor.report import Finding, fail, ok, warn
 from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS_KEPT
+from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.plan.memory import state_bytes
+from g2rpo_ray.plan.networks import policy_size
 
 WRITE_MIB = 64
-ADAPTER_SHARE = 0.1
-"""Adapters are taken for at most this share of the model's parameters."""
 
 
 def check_storage(config: Config, probes: Mapping[str, ActorHandle]) -> list[Finding]:
@@ -63,10 +61,13 @@ def check_storage(config: Config, probes: Mapping[str, ActorHandle]) -> list[Fin
 def check_space(config: Config, folder: Path) -> Finding:
     """Room for the states that are kept, and the one being written."""
     free_gib = shutil.disk_usage(folder).free / 2**30
-    parameters = _parameters(resolve_path(config.model.path) / "transformer")
-    share = 1.0 if config.model.lora is None else ADAPTER_SHARE
+    try:
+        trained = policy_size(config).trained_parameters
+    except ModelFolderError as error:
+        what = f"{folder}: {free_gib:.1f} GiB free; what checkpoints want is unknown: {error}"
+        return warn("space", what, "mend model.path, and ask again")
     states = most_states(config)
-    wanted_gib = states * parameters * share * state_bytes(config) / 2**30
+    wanted_gib = states * trained * state_bytes(config) / 2**30
     what = (
         f"{folder}: {free_gib:.1f} GiB free, checkpoints want up to {wanted_gib:.1f} GiB "
         f"({states} states, snapshots included)"
@@ -85,15 +86,3 @@ def most_states(config: Config) -> int:
     # One that is under evaluation may become the best: it is kept, too.
     best = 0 if settings.best is None else 1 + bool(config.evaluation.workers)
     return settings.keep_last + best + snapshots + writing
-
-
-def _parameters(folder: Path) -> int:
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                names = list(tensors.keys())
-                total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
-        except (OSError, SafetensorError):
-            continue  # Broken files are the models' finding.
-    return total
