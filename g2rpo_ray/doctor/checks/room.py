@@ -30,8 +30,8 @@ def check_room(config: Config, nodes: Sequence[Node]) -> list[Finding]:
         remedy = "see why 'ray start' failed on the others, or lower cluster.min_nodes"
         return [fail("room", f"cluster.min_nodes is {config.cluster.min_nodes}; {what}", remedy)]
     if reasons := shortage(demands, nodes):
-        return [fail("room", what, " ".join(reasons))]
+        return [fail("room", what, "; ".join(reasons))]
     if reasons := shortage(demands, nodes, "free"):
         remedy = "others use the cluster: 'ray status' and 'ray list actors' show who; "
-        return [warn("room", what, remedy + " ".join(reasons))]
+        return [warn("room", what, remedy + "; ".join(reasons))]
     return [ok("room", what)]
