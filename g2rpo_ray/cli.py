@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -192,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
         "its best, the base model, one checkpoint, or exported or published weights",
     )
     sample.add_argument("--prompt", action="append", required=True, help="may be given repeatedly")
-    sample.add_argument("--count", type=int, default=1, help="pictures of each prompt (1)")
+    sample.add_argument("--count", type=_count, default=1, help="pictures of each prompt (1)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the initial noise (0)")
     sample.add_argument("--out", type=Path, default=Path("samples"), help="folder for PNG files")
     sample.add_argument(
@@ -209,7 +210,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--merged", action="store_true", help="of a LoRA run: the transformer with it merged in"
     )
-    export.add_argument("--max-shard-size", default="10GB", help="of a transformer's file (10GB)")
+    export.add_argument(
+        "--max-shard-size", type=_size, default="10GB", help="of a transformer's file (10GB)"
+    )
     export.set_defaults(run=_export)
     for command in (sample, export):
         command.add_argument(
@@ -263,11 +266,11 @@ def _parser() -> argparse.ArgumentParser:
     embed.add_argument(
         "--language", action="append", metavar="CODE", help="keep it (en, zh, ...); repeatable"
     )
-    embed.add_argument("--limit", type=int, metavar="N", help="keep N, evenly spaced")
-    embed.add_argument("--workers", type=int, default=1, metavar="N", help="encoders (1)")
+    embed.add_argument("--limit", type=_count, metavar="N", help="keep N, evenly spaced")
+    embed.add_argument("--workers", type=_count, default=1, metavar="N", help="encoders (1)")
     embed.add_argument("--cpus-per-worker", type=float, default=1.0, metavar="N", help="(1)")
     embed.add_argument("--gpus-per-worker", type=float, default=0.0, metavar="N", help="(0)")
-    embed.add_argument("--shard-size", type=int, default=64, metavar="N", help="prompts (64)")
+    embed.add_argument("--shard-size", type=_count, default=64, metavar="N", help="prompts (64)")
     embed.set_defaults(run=_embed)
 
     plan = commands.add_parser("plan", help="predict memory and time, and the split of GPUs")
@@ -297,6 +300,18 @@ def _run_config(options: argparse.Namespace) -> Config:
     """Of a run's folder, or of a configuration file where there is no run yet."""
     path: Path = options.run_dir
     return load_config(path if path.is_file() else path / "config.yaml", options.overrides)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
+    return int(text)
+
+
+def _size(text: str) -> str:
+    if not re.fullmatch(r"[1-9][0-9]*(KB|MB|GB|TB)", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected such as 500MB or 10GB")
+    return text
 
 
 def _numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:

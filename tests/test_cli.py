@@ -66,6 +66,25 @@ def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/no/run.yaml: no such configuration file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sample", "run", "--prompt", "a cat", "--count", "0"],
+        ["embed", "run.yaml", "p.txt", "--out", "e", "--workers", "0"],
+        ["embed", "run.yaml", "p.txt", "--out", "e", "--shard-size", "0"],
+        ["embed", "run.yaml", "p.txt", "--out", "e", "--limit", "-1"],
+        ["export", "run", "--to", "e", "--max-shard-size", "large"],
+    ],
+)
+def test_numbers_out_of_range_are_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert f"argument {arguments[-2]}: '{arguments[-1]}': expected" in capsys.readouterr().err
+
+
 def test_dry_run_prints_the_arithmetic_and_writes_the_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,9 @@ def test_unknown_key(override: str, key: str, value: str) -> None:
     [
         ("seed=one", "seed", "valid integer", "'one'"),
         ("seed=-1", "seed", "greater than or equal to 0", "-1"),
+        # Beyond what PyTorch's generators and the names of checkpoints hold.
+        (f"seed={2**63}", "seed", "less than", str(2**63)),
+        ("iterations=1000000", "iterations", "less than 1000000", "1000000"),
         ("iterations=1.5", "iterations", "valid integer", "1.5"),
         ("iterations=true", "iterations", "valid integer", "True"),
         ("run_dir=5", "run_dir", "valid string", "5"),

@@ -1,5 +1,6 @@
 """Exported weights in a plain diffusers pipeline, and every kind of weights in ``g2rpo sample``."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -274,6 +275,31 @@ def test_an_adapter_for_other_modules_is_named(runs: dict[str, Config], tmp_path
     save_file(tensors, tmp_path / ADAPTER_FILE)
     with pytest.raises(ModelFolderError, match=r"blocks\.0\.attn\.qkv; it belongs to another"):
         draw(runs["lora"], str(tmp_path), tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["no prefix", "half a pair", "a scale", "whole numbers"])
+def test_an_adapter_that_would_bind_in_part_is_refused(
+    runs: dict[str, Config], tmp_path: Path, damage: str
+) -> None:
+    export(runs["lora"], checkpoint="last", folder=tmp_path / "adapter")
+    file = tmp_path / "adapter" / ADAPTER_FILE
+    tensors = load_file(file)
+    first = min(tensors)
+    named = first
+    if damage == "no prefix":
+        tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        named = first.removeprefix("transformer.")
+    elif damage == "half a pair":
+        del tensors[first]
+    elif damage == "a scale":
+        named = first.replace(".lora_A.weight", ".alpha")
+        tensors[named] = torch.tensor(1.0)
+    else:
+        tensors[first] = tensors[first].to(torch.int8)
+    save_file(tensors, file)
+    with pytest.raises(ModelFolderError, match=re.escape(named)):
+        draw(runs["lora"], str(file), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_damaged_and_foreign_transformers_are_named(

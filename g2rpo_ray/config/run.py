@@ -29,9 +29,9 @@ class Config(Section):
 
     run_dir: str
     """Folder of the run: configuration, metrics, checkpoints, pictures, report."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything random: prompt order, initial noise, branch noise."""
-    iterations: int = Field(..., ge=1)
+    iterations: int = Field(..., ge=1, lt=10**6)
     """Iterations to train: generate, learn, sync."""
     algorithm: Literal["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"] = "g2rpo"
     """How the rollout is made; the section of the same name has its settings."""

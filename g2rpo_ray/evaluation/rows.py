@@ -1,5 +1,6 @@
 """What an evaluation compares: one row of the table is weights, steps, and how they are mixed."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ def make_rows(
             raise EvaluationError(f"--steps {count}: allowed are 1 or more")
     rows = [Row(weights, count) for weights in all_weights for count in steps]
     for hybrid in hybrids:
+        if not math.isfinite(hybrid):
+            raise EvaluationError(f"--hybrid {hybrid:g}: allowed are shares between 0 and 1")
         for count in steps:
             if not 1 <= round(hybrid * count) < count:
                 raise EvaluationError(

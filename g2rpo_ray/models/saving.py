@@ -121,21 +121,28 @@ def load_adapter(transformer: FluxTransformer2DModel, path: Path) -> None:
     """Inject an adapter that ``save_adapter``, or another program in diffusers' format, wrote.
 
     Raises:
-        ModelFolderError: the file cannot be read, or it is made for other modules.
+        ModelFolderError: the file cannot be read, is made for other modules, or would bind in part.
     """
     file = path / ADAPTER_FILE if path.is_dir() else path
+    names = {name for name, _ in _shapes(file)}
     prefix = f"{FluxPipeline.transformer_name}."
     modules = {
-        name.removeprefix(prefix).partition(".lora_")[0]: shape
-        for name, shape in _shapes(file)
-        if ".lora_" in name
+        name.removeprefix(prefix).partition(".lora_")[0] for name in names if ".lora_" in name
     }
     known = {name for name, _ in transformer.named_modules()}
-    unknown = sorted(modules.keys() - known)
+    unknown = sorted(modules - known)
     if unknown or not modules:
         raise ModelFolderError(
             f"{file}: {len(unknown)} of {len(modules)} adapted modules are not in this "
             f"transformer{', first ' + unknown[0] if unknown else ''}; it belongs to another model"
+        )
+    # diffusers passes over what has another name, and leaves a missing half as it is: random.
+    wanted = {f"{prefix}{module}.lora_{half}.weight" for module in modules for half in "AB"}
+    if wrong := sorted(names ^ wanted):
+        raise ModelFolderError(
+            f"{file}: {len(wrong)} tensors are missing or would not be used, first "
+            f"{', '.join(wrong[:3])}; an adapter in diffusers' format has "
+            f"{prefix}<module>.lora_A.weight and lora_B.weight of every module, and nothing else"
         )
     try:
         transformer.load_lora_adapter(str(file.parent), weight_name=file.name, use_safetensors=True)
@@ -166,7 +173,14 @@ def _read_files(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
     with _open(file) as reader:
-        return [(name, tuple(reader.get_slice(name).get_shape())) for name in reader.keys()]  # noqa: SIM118
+        slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+        for name, part in slices.items():
+            if not part.get_dtype().startswith(("F", "BF")):
+                raise ModelFolderError(
+                    f"{file}: {name} holds {part.get_dtype()} numbers; weights must be floating "
+                    "point (quantised files cannot be used)"
+                )
+        return [(name, tuple(part.get_shape())) for name, part in slices.items()]
 
 
 def _open(file: Path) -> safe_open:

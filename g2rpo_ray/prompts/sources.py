@@ -160,6 +160,11 @@ def _text(value: object, place: str) -> str:
     text = value.strip()
     if not text:
         raise PromptFileError(f"{place}: the prompt is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # JSON can spell half of a surrogate pair; no tokenizer and no file takes it.
+        raise PromptFileError(f"{place}: no Unicode text: {error.reason}, {value!r:.60}") from None
     return text
 
 
@@ -174,7 +179,7 @@ def _dataset_files(folder: Path) -> list[Path]:
         )
     state = folder / "state.json"
     if state.is_file():
-        return [folder / entry["filename"] for entry in _json(state).get("_data_files", [])]
+        return _named_files(folder, _json(state).get("_data_files", []))
     parquet, lines = (sorted(folder.rglob(f"*.{suffix}")) for suffix in ("parquet", "jsonl"))
     _refuse_mixed_splits(folder, parquet + lines)
     if parquet or lines:
@@ -183,6 +188,21 @@ def _dataset_files(folder: Path) -> list[Path]:
         f"{folder}: cannot be read as prompts: no state.json (datasets' save_to_disk), no .parquet "
         f"or .jsonl file, and no {MANIFEST} (g2rpo embed)"
     )
+
+
+def _named_files(folder: Path, entries: object) -> list[Path]:
+    """The files that a dataset's state.json lists."""
+    try:
+        files = [folder / entry["filename"] for entry in entries]  # type: ignore[attr-defined]
+    except (TypeError, KeyError) as error:
+        raise PromptFileError(
+            f"{folder / 'state.json'}: _data_files is {entries!r:.60}; expected a list of "
+            "{'filename': ...}, as datasets' save_to_disk writes it"
+        ) from error
+    for file in files:
+        if not file.is_file():
+            raise PromptFileError(f"{file}: missing; {folder / 'state.json'} names it")
+    return files
 
 
 def _refuse_mixed_splits(folder: Path, files: list[Path]) -> None:

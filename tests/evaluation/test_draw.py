@@ -225,6 +225,7 @@ def test_weights_of_another_kind_are_refused_with_both_kinds(config: Config) -> 
         ([10, 0], [], "--steps 0: allowed are 1 or more"),
         ([10], [0.04], "--hybrid 0.04: of 10 steps it leaves 0 to the trained weights"),
         ([10], [1.0], "--hybrid 1: of 10 steps it leaves 10"),
+        ([10], [float("nan")], "--hybrid nan: allowed are shares between 0 and 1"),
     ],
 )
 def test_steps_and_shares_out_of_range(

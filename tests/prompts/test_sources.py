@@ -78,6 +78,7 @@ def test_the_key_is_a_setting(tmp_path: Path) -> None:
         ({"prompt": "x" * 10_000}, "line 2: 10000 characters; allowed are 2000"),
         ("[1]", "line 2: expected an object"),
         ('{"prompt": "half', "line 2: not JSON"),
+        ('{"prompt": "half a \\ud83d pair"}', "line 2, key 'prompt': no Unicode text"),
     ],
 )
 def test_a_bad_line_of_json_is_named(tmp_path: Path, line: object, named: str) -> None:
@@ -117,6 +118,21 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     message = error_of(folder if "saved" in name else file)
     assert str(file) in message
     assert "damaged" in message
+
+
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ('["data.arrow"]', "state.json: _data_files is ['data.arrow']"),
+        ("5", "state.json: _data_files is 5"),
+        ('[{"filename": "lost.arrow"}]', "lost.arrow: missing"),
+    ],
+)
+def test_a_saved_dataset_whose_list_of_files_is_wrong(
+    tmp_path: Path, entries: str, named: str
+) -> None:
+    (tmp_path / "state.json").write_text(f'{{"_data_files": {entries}}}')
+    assert named in error_of(tmp_path)
 
 
 def test_splits_of_a_saved_dataset_must_be_chosen(tmp_path: Path) -> None:
