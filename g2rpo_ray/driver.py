@@ -21,8 +21,8 @@ from g2rpo_ray.logs import log_as, log_file
 from g2rpo_ray.models.loading import check_model_folder
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import PromptOrder, check_apart, evenly, read_config_prompts
+from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.rollout.strategies import make_strategy
-from g2rpo_ray.rollout.worker import RolloutSummary
 from g2rpo_ray.run import (
     Run,
     best_evaluated,

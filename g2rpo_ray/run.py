@@ -25,7 +25,7 @@ from g2rpo_ray.learner.checkpoint_folders import (
     list_checkpoints,
     list_states,
 )
-from g2rpo_ray.rollout.worker import HeldoutPictures
+from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.tracking.metrics import read_metrics
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "deepspeed",

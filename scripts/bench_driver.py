@@ -22,8 +22,8 @@ import psutil
 import ray
 
 from g2rpo_ray.config import load_config
+from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.rollout.pool import RolloutPool
-from g2rpo_ray.rollout.worker import RolloutSummary
 
 ROOT = Path(__file__).parents[1]
 ACTORS = 4

@@ -46,9 +46,9 @@ from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import Prompt
 from g2rpo_ray.rewards.open_clip_model import resolve_architecture
+from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.rollout.engine import RolloutEngine, schedule_of
 from g2rpo_ray.rollout.group import GroupKey
-from g2rpo_ray.rollout.worker import RolloutSummary
 
 COMMON = [
     "seed=0",

@@ -16,7 +16,7 @@ from g2rpo_ray.learner.checkpoint import CheckpointInfo
 from g2rpo_ray.learner.group import GroupsLostError, LearnerUpdate
 from g2rpo_ray.learner.update import StepRecord
 from g2rpo_ray.one_step_off import OneStepOffLoop
-from g2rpo_ray.rollout.worker import RolloutSummary
+from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run import Run
 from g2rpo_ray.stop import StopRequested, StopSignal
 from g2rpo_ray.weight_sync import SyncReport

@@ -9,7 +9,7 @@ import torch
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoint import CheckpointError, CheckpointInfo, write_checkpoint
 from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS, checkpoint_folder
-from g2rpo_ray.rollout.worker import HeldoutPictures
+from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run import (
     RunFolderError,
     changed_settings,

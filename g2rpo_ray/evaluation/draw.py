@@ -13,8 +13,8 @@ from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import Row, Weights
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.weights import receipt, trainable_parameters
+from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.pool import RolloutPool
-from g2rpo_ray.rollout.worker import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.sample import weights_in
 from g2rpo_ray.weight_sync import ObjectStoreSync
 

@@ -15,9 +15,9 @@ from g2rpo_ray.errors import RunError
 from g2rpo_ray.launch import Roles
 from g2rpo_ray.postmortem import first_line
 from g2rpo_ray.prompts.dataset import evenly
+from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.rollout.crew import SyncWorkers
 from g2rpo_ray.rollout.pool import POLL_S, OnWait, RolloutPool
-from g2rpo_ray.rollout.worker import HeldoutPictures
 from g2rpo_ray.run import best_evaluated, evaluated_iterations, is_stalled, save_heldout
 from g2rpo_ray.tracking.collect import heldout_metrics
 from g2rpo_ray.tracking.metrics import MetricsLog

@@ -17,7 +17,7 @@ from PIL import Image
 
 from g2rpo_ray.evaluation.rows import EvaluationError, Row
 from g2rpo_ray.evaluation.statistics import Floats
-from g2rpo_ray.rollout.worker import HeldoutPictures
+from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.tracking.sinks import replace_text
 
 

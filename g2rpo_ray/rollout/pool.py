@@ -12,6 +12,12 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.errors import InputError, RunError
 from g2rpo_ray.patience import Patience
 from g2rpo_ray.postmortem import first_line
+from g2rpo_ray.rollout.answers import (
+    BrokenLatentsError,
+    HeldoutDraw,
+    HeldoutPictures,
+    RolloutSummary,
+)
 from g2rpo_ray.rollout.crew import (
     Crew,
     Event,
@@ -23,13 +29,7 @@ from g2rpo_ray.rollout.crew import (
     hire_actor,
 )
 from g2rpo_ray.rollout.dispatch import Dispatch
-from g2rpo_ray.rollout.worker import (
-    BrokenLatentsError,
-    HeldoutDraw,
-    HeldoutPictures,
-    RolloutSummary,
-    Scoring,
-)
+from g2rpo_ray.rollout.worker import Scoring
 from g2rpo_ray.weight_sync import SyncReport, WeightSyncError
 
 POLL_S = 0.5

@@ -4,7 +4,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from g2rpo_ray.algorithm import noise
 from g2rpo_ray.config import Config
 from g2rpo_ray.device import role_device
-from g2rpo_ray.errors import RunError
 from g2rpo_ray.logs import log_as, log_context
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.weights import (
@@ -24,19 +23,21 @@ from g2rpo_ray.models.weights import (
     trainable_parameters,
 )
 from g2rpo_ray.prompts.dataset import Prompt
+from g2rpo_ray.rollout.answers import (
+    BrokenLatentsError,
+    HeldoutDraw,
+    HeldoutPictures,
+    RolloutSummary,
+)
 from g2rpo_ray.rollout.device_clock import DeviceClock
 from g2rpo_ray.rollout.engine import RolloutEngine
 from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
 from g2rpo_ray.rollout.host_copy import HostCopy
-from g2rpo_ray.rollout.reward_summary import RewardSummary, summarise
+from g2rpo_ray.rollout.reward_summary import summarise
 from g2rpo_ray.rollout.strategies import make_strategy
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup
 
 logger = logging.getLogger(__name__)
-
-
-class BrokenLatentsError(RunError):
-    """The network gave pictures that are not finite, and the run is to stop then."""
 
 
 class PendingScores(Protocol):
@@ -67,61 +68,6 @@ class Scoring(Protocol):
     def submit(
         self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]
     ) -> PendingScores: ...
-
-
-@dataclass(frozen=True)
-class RolloutSummary:
-    """The small part of a rollout that the driver looks at."""
-
-    group_id: int
-    weight_version: int
-    evaluations: int
-    pictures: int
-    seconds: dict[str, float]
-    rewards: dict[str, RewardSummary]
-    failures: list[str]
-    """Rewards that failed for good, in words."""
-    measured: list[dict[str, dict[str, float]]]
-    """What each request to the reward servers took, see ``PendingScores.measured``."""
-    peak_gib: float
-    """Most device memory that the worker's tensors have held so far; 0 on the CPU."""
-    warnings: list[str]
-    """What else the user should know, such as a batch that had to be halved."""
-    broken_pictures: int = 0
-    """Pictures whose latents are not finite."""
-    replica_busy_s: Counter[str] = field(default_factory=Counter)
-    """Reward replica -> time that it has worked since its start, as of its last answer."""
-
-
-@dataclass(frozen=True)
-class HeldoutDraw:
-    """How held-out pictures are drawn."""
-
-    steps: int
-    """Evaluations of a whole trajectory."""
-    pictures: int
-    """Pictures of each prompt, each from its own fixed seed."""
-    first: int = 0
-    """Schedule index to start from; above 0 the latents there must be given."""
-    last: int | None = None
-    """Schedule index to stop at; None walks to the end."""
-
-
-@dataclass(frozen=True)
-class HeldoutPictures:
-    """Evaluation of one held-out prompt."""
-
-    prompt_id: int
-    prompt: str
-    pictures: Tensor
-    """uint8 ``[J, H, W, 3]``."""
-    scores: dict[str, Tensor]
-    """Reward name -> float32 ``[J]``; NaN where there is no score."""
-    evaluations: int
-    failures: list[str] = field(default_factory=list)
-    """Why scores are missing, in words."""
-    broken_pictures: int = 0
-    """Pictures whose latents are not finite; they have no scores."""
 
 
 class RolloutWorker:

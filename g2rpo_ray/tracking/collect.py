@@ -7,8 +7,8 @@ from statistics import fmean
 import numpy as np
 
 from g2rpo_ray.learner.group import LearnerUpdate
+from g2rpo_ray.rollout.answers import HeldoutPictures, RolloutSummary
 from g2rpo_ray.rollout.reward_summary import RewardSummary
-from g2rpo_ray.rollout.worker import HeldoutPictures, RolloutSummary
 from g2rpo_ray.weight_sync import SyncReport
 
 

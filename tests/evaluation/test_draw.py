@@ -17,7 +17,8 @@ from g2rpo_ray.evaluation.rows import BASE, EvaluationError, Row, make_rows, par
 from g2rpo_ray.learner.checkpoint import CheckpointInfo, write_checkpoint
 from g2rpo_ray.learner.checkpoint_folders import checkpoint_folder
 from g2rpo_ray.models.weights import WeightReceipt, load_weights
-from g2rpo_ray.rollout.worker import HeldoutDraw, HeldoutPictures, RolloutWorker
+from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
+from g2rpo_ray.rollout.worker import RolloutWorker
 from g2rpo_ray.weight_sync.base import Peer, verify
 from tests.tiny import KnownScores, Redness, encode, tiny_config
 

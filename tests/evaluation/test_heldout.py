@@ -31,7 +31,7 @@ from g2rpo_ray.learner.checkpoint_folders import (
     iteration_of,
     list_checkpoints,
 )
-from g2rpo_ray.rollout.worker import HeldoutPictures
+from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run import RunFolderError, checkpoint_named, open_run
 from g2rpo_ray.stop import StopRequested, StopSignal
 from g2rpo_ray.tracking.metrics import MetricsLog, read_metrics

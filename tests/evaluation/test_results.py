@@ -22,7 +22,7 @@ from g2rpo_ray.evaluation.table import (
     table_parts,
     write_table_parquet,
 )
-from g2rpo_ray.rollout.worker import HeldoutPictures
+from g2rpo_ray.rollout.answers import HeldoutPictures
 
 BASE = Row(Weights("base", None, "none"), 10)
 TRAINED = Row(Weights("mine", Path("/checkpoint"), "g2rpo: hps"), 10)

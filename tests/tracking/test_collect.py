@@ -9,8 +9,8 @@ import torch
 from g2rpo_ray.algorithm.objective import PolicyHealth
 from g2rpo_ray.learner.group import LearnerUpdate
 from g2rpo_ray.learner.group_training import StepRecord
+from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.rollout.reward_summary import summarise
-from g2rpo_ray.rollout.worker import RolloutSummary
 from g2rpo_ray.tracking.collect import rollout_metrics, update_metrics
 from g2rpo_ray.tracking.table import known_name
 
