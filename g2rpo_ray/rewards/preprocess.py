@@ -10,8 +10,6 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms import functional as transforms
 
 ResizeMode = Literal["shortest", "longest", "squash"]
 
@@ -55,17 +53,19 @@ class ClipPreprocess:
     def __call__(self, images: Tensor) -> Tensor:
         """float32 ``[B, 3, H, W]`` of 0 to 255 -> float32 ``[B, 3, *size]``."""
         from open_clip.transform import center_crop_or_pad
+        from torchvision.transforms.functional import normalize
 
         resized = self._resized_size(images.shape[-2], images.shape[-1])
         if resized != list(images.shape[-2:]):
             images = self._resize_as_bytes(images, [images.shape[-2], resized[1]])
             images = self._resize_as_bytes(images, resized)
         images = center_crop_or_pad(images, list(self.size), fill=self.fill)
-        return transforms.normalize(images / 255, list(self.mean), list(self.std))
+        return normalize(images / 255, list(self.mean), list(self.std))
 
     def _resize_as_bytes(self, images: Tensor, size: list[int]) -> Tensor:
-        mode = InterpolationMode(self.interpolation)
-        resized = transforms.resize(images, size, mode, antialias=True)
+        from torchvision.transforms.functional import InterpolationMode, resize
+
+        resized = resize(images, size, InterpolationMode(self.interpolation), antialias=True)
         # Half a level goes up, as in PIL; bicubic weights overshoot, which 8-bit pictures cannot.
         return resized.add_(0.5).floor_().clamp_(0, 255)
 
@@ -92,13 +92,16 @@ class HpsPreprocess:
 
     def __call__(self, images: Tensor) -> Tensor:
         """float32 ``[B, 3, H, W]`` of 0 to 255 -> float32 ``[B, 3, size, size]``."""
+        from torchvision.transforms import functional
+
         images = images / 255
         height, width = images.shape[-2:]
         scale = self.size / max(height, width)
         resized = [round(height * scale), round(width * scale)]
         if resized != [height, width]:
-            images = transforms.resize(images, resized, InterpolationMode.BICUBIC, antialias=True)
+            bicubic = functional.InterpolationMode.BICUBIC
+            images = functional.resize(images, resized, bicubic, antialias=True)
         missing_height, missing_width = self.size - resized[0], self.size - resized[1]
         left, top = missing_width // 2, missing_height // 2
-        images = transforms.pad(images, [left, top, missing_width - left, missing_height - top])
-        return transforms.normalize(images, list(self.mean), list(self.std))
+        images = functional.pad(images, [left, top, missing_width - left, missing_height - top])
+        return functional.normalize(images, list(self.mean), list(self.std))
