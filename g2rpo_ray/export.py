@@ -78,6 +78,9 @@ def export(
         write(config, source, temporary, average, max_shard_size)
         card = model_card(config, read_info(source), form)
         (temporary / "README.md").write_text(card, encoding="utf-8")
+        for file in temporary.iterdir():
+            # safetensors lets the owner alone read what it writes; an export is to be handed on.
+            shutil.copymode(temporary / "README.md", file)
         temporary.rename(target)
     except OSError as error:
         raise ExportError(f"{target}: cannot be written: {error}") from error

@@ -106,6 +106,7 @@ def test_an_exported_adapter_gives_a_plain_pipeline_the_same_picture(
 ) -> None:
     config, folder = runs["lora"], tmp_path / "adapter"
     assert export(config, checkpoint="last", folder=folder) == "adapter"
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "not to be handed on"
     ours = draw(config, "last", tmp_path / "ours")
     pipeline = base_pipeline()
     base = draw_plainly(pipeline, config)
