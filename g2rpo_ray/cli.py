@@ -139,8 +139,7 @@ def _plan(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     plan = make_plan(config, load_costs(options.costs), options.gpus, options.card)
     print(as_text(plan))
-    if options.json:
-        options.json.write_text(json.dumps(as_json(plan), indent=1))
+    _write_json(options.json, as_json(plan))
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -150,8 +149,7 @@ def _doctor(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides) if options.config else None
     findings = examine(config)
     print(as_text(findings))
-    if options.json:
-        options.json.write_text(json.dumps(as_json(findings), indent=1))
+    _write_json(options.json, as_json(findings))
     return worst(findings)
 
 
@@ -261,7 +259,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     embed.add_argument("--out", type=Path, required=True, help="folder to write, or to go on in")
     embed.add_argument("--dedup", action="store_true", help="leave out doubles")
-    embed.add_argument("--min-characters", type=int, default=0, metavar="N")
+    embed.add_argument(
+        "--min-characters", type=int, default=0, metavar="N", help="leave out shorter ones"
+    )
     embed.add_argument("--max-characters", type=int, metavar="N", help="leave out longer ones")
     embed.add_argument(
         "--language", action="append", metavar="CODE", help="keep it (en, zh, ...); repeatable"
@@ -291,7 +291,11 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (train, sample, export, evaluate, download, embed, plan, doctor):
         command.add_argument(
-            "overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's"
+            "overrides",
+            nargs="*",
+            default=[],  # without it, argparse's messages call them required
+            metavar="key.sub=value",
+            help="settings that replace the file's",
         )
     return parser
 
@@ -300,6 +304,15 @@ def _run_config(options: argparse.Namespace) -> Config:
     """Of a run's folder, or of a configuration file where there is no run yet."""
     path: Path = options.run_dir
     return load_config(path if path.is_file() else path / "config.yaml", options.overrides)
+
+
+def _write_json(path: Path | None, content: object) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(content, indent=1))
+    except OSError as error:
+        raise InputError(f"--json {path}: cannot be written: {error}") from error
 
 
 def _count(text: str) -> int:

@@ -54,6 +54,10 @@ class EmbedOptions:
             check_gpus(self.gpus_per_worker)
         except ValueError as error:
             raise EmbedError(f"--gpus-per-worker: {error}") from None
+        if not self.cpus_per_worker >= 0:
+            raise EmbedError(
+                f"--cpus-per-worker: {self.cpus_per_worker:g} CPUs; 0 or more is needed"
+            )
 
 
 def embed(

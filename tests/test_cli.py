@@ -135,3 +135,14 @@ def test_run_dir_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert train("--dry-run", f"run_dir={file}/run") == 2
     printed = capsys.readouterr().err
     assert f"run_dir {file}/run: cannot be written" in printed
+
+
+def test_what_is_missing_is_named_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert "required: CONFIG\n" in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "--json", "/no/plan.json"]) == 2
+    assert "--json /no/plan.json: cannot be written" in capsys.readouterr().err

@@ -67,6 +67,11 @@ def test_gpus_that_ray_cannot_give_are_refused_before_anything_starts(gpus: floa
         EmbedOptions(gpus_per_worker=gpus)
 
 
+def test_fewer_cpus_than_none_are_refused_before_anything_starts() -> None:
+    with pytest.raises(EmbedError, match=r"--cpus-per-worker: -1 CPUs"):
+        EmbedOptions(cpus_per_worker=-1.0)
+
+
 def test_embeddings_are_those_made_on_the_fly_to_the_bit(
     embedded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
