@@ -10,7 +10,7 @@ import yaml
 from g2rpo_ray import __version__
 from g2rpo_ray.config import Config
 from g2rpo_ray.errors import InputError
-from g2rpo_ray.learner.checkpoint import CheckpointInfo, read_info, read_weights
+from g2rpo_ray.learner.checkpoint import CheckpointInfo, read_weights
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import DTYPES, check_model_folder, load_part
 from g2rpo_ray.models.saving import (
@@ -20,8 +20,8 @@ from g2rpo_ray.models.saving import (
     save_adapter,
     save_transformer,
 )
-from g2rpo_ray.models.weights import WeightMismatchError, load_weights
-from g2rpo_ray.run import checkpoint_named, heldout_before_after
+from g2rpo_ray.models.weights import load_weights
+from g2rpo_ray.run import checkpoint_named, heldout_before_after, read_fitting_info
 
 Form = Literal["adapter", "merged", "full"]
 MAX_SHARD_SIZE = "10GB"
@@ -55,6 +55,7 @@ def export(
         ExportError: the base model was asked for, or the folder is there already or cannot be
             written.
         CheckpointError: the checkpoint is damaged.
+        RunFolderError: its weights are of another kind or base model than the configuration's.
         ModelFolderError: what was read back differs from what was written.
     """
     check_model_folder(config.model)
@@ -69,6 +70,7 @@ def export(
     if target.exists():
         raise ExportError(f"{target} is there already; name another folder")
     source = checkpoint_named(config, checkpoint)
+    info = read_fitting_info(source, config.model)
     form: Form = "full" if config.model.lora is None else "merged" if merge else "adapter"
     write = _write_adapter if form == "adapter" else _write_transformer
     temporary = target.with_name(f".{target.name}.writing")
@@ -76,7 +78,7 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         write(config, source, temporary, average, max_shard_size)
-        card = model_card(config, read_info(source), form)
+        card = model_card(config, info, form)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         for file in temporary.iterdir():
             # safetensors lets the owner alone read what it writes; an export is to be handed on.
@@ -95,8 +97,6 @@ def _write_adapter(
     assert config.model.lora is not None
     dtype = DTYPES[config.model.dtype]
     tensors = adapter_tensors(read_weights(source, average), config.model.lora)
-    if not all(".lora_" in name for name in tensors):
-        raise WeightMismatchError(f"{source} holds no adapter, and model.lora is set")
     save_adapter({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder)
 
 

@@ -25,6 +25,7 @@ from g2rpo_ray.learner.checkpoint_folders import (
     list_checkpoints,
     list_states,
 )
+from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.tracking.metrics import read_metrics
 
@@ -58,6 +59,29 @@ def trained_kind(model: ModelSection) -> str:
     return f"lora rank {model.lora.rank} alpha {model.lora.alpha:g}"
 
 
+def read_fitting_info(checkpoint: Path, model: ModelSection) -> CheckpointInfo:
+    """The description of a checkpoint, if its weights are of this model.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        RunFolderError: its weights are of another kind or base model; both are named.
+    """
+    info, kind, base = read_info(checkpoint), trained_kind(model), base_fingerprint(model)
+    if info.trained != kind:
+        raise RunFolderError(
+            f"{checkpoint} holds '{info.trained}' weights, the configuration trains '{kind}' "
+            "(model.lora, model.trained_modules); they cannot be mixed"
+        )
+    if info.base not in ("", base):
+        raise RunFolderError(
+            f"{checkpoint} was trained from the base model {info.base}, and model.path "
+            f"{model.path!r} has {base} (fingerprints of the transformer's weight files); on "
+            "another base its weights mean something else: set model.path to the model it was "
+            "trained from"
+        )
+    return info
+
+
 def open_run(config: Config, resume: str) -> Run:
     """Make the run folder, or find the checkpoint to continue from.
 
@@ -76,16 +100,11 @@ def open_run(config: Config, resume: str) -> Run:
             "checkpoint; or name another run_dir"
         )
     checkpoint = _checkpoint_of(folder, resume)
-    kind = trained_kind(config.model)
-    info = CheckpointInfo(0, 0, 0, 0, 0.0, kind, config.seed)
+    kind, base = trained_kind(config.model), base_fingerprint(config.model)
+    info = CheckpointInfo(0, 0, 0, 0, 0.0, kind, config.seed, base=base)
     first_record = 0 if has_run else None
     if checkpoint is not None:
-        info = read_info(checkpoint)
-        if info.trained != kind:
-            raise RunFolderError(
-                f"{checkpoint} holds '{info.trained}' weights, the configuration trains '{kind}' "
-                "(model.lora); they cannot be mixed"
-            )
+        info = read_fitting_info(checkpoint, config.model)
         if info.seed != config.seed:
             raise RunFolderError(
                 f"{checkpoint} belongs to seed {info.seed}, the configuration has seed "

@@ -22,7 +22,7 @@ from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.rollout.engine import schedule_of
 from g2rpo_ray.rollout.evaluator import Evaluator
 from g2rpo_ray.rollout.sampler import Sampler
-from g2rpo_ray.run import checkpoint_named
+from g2rpo_ray.run import checkpoint_named, read_fitting_info
 
 
 class SampleError(InputError):
@@ -57,7 +57,8 @@ def sample(
     Raises:
         SampleError: ``trained_steps`` is not among the steps, ``folder`` cannot be written, or
             latents are not finite.
-        ModelFolderError, CheckpointError, WeightMismatchError: the weights cannot be used.
+        ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
+            be used.
     """
     steps = config.evaluation.steps
     trained_steps = steps if trained_steps is None else trained_steps
@@ -142,10 +143,12 @@ def load_source(config: Config, checkpoint: str, average: bool = False) -> Sourc
     """Args: as of ``sample``.
 
     Raises:
-        ModelFolderError, CheckpointError, WeightMismatchError: the weights cannot be used.
+        ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
+            be used.
     """
     path = None if checkpoint == "base" else checkpoint_named(config, checkpoint)
     if path is not None and (path / "state.json").exists():
+        read_fitting_info(path, config.model)
         policy = load_policy(config)
         load_weights(policy, weights_in(config, path, average))
         lora = config.model.lora is not None

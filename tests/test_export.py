@@ -12,15 +12,15 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.algorithm import noise
-from g2rpo_ray.config import Config, resolve_path, save_config
+from g2rpo_ray.config import Config, LoraSection, resolve_path, save_config
 from g2rpo_ray.export import ExportError, export, model_card
 from g2rpo_ray.learner.checkpoint import CheckpointInfo, write_checkpoint
 from g2rpo_ray.learner.checkpoint_folders import checkpoint_folder
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.models.saving import ADAPTER_FILE
-from g2rpo_ray.models.weights import WeightMismatchError, trainable_parameters
-from g2rpo_ray.run import trained_kind
+from g2rpo_ray.models.weights import trainable_parameters
+from g2rpo_ray.run import RunFolderError, trained_kind
 from g2rpo_ray.sample import SampleError, sample
 from tests.tiny import CAPTIONS, tiny_config
 
@@ -327,7 +327,12 @@ def test_damaged_and_foreign_transformers_are_named(
 def test_checkpoints_of_the_other_kind_do_not_bind(runs: dict[str, Config], tmp_path: Path) -> None:
     lora_checkpoint = checkpoint_folder(Path(runs["lora"].run_dir), 7)
     copy = shutil.copytree(lora_checkpoint, tmp_path / "iteration_000007")
-    with pytest.raises(WeightMismatchError):
-        export(runs["full"], checkpoint=str(copy), folder=tmp_path / "out")
-    with pytest.raises(WeightMismatchError):
-        draw(runs["full"], str(copy), tmp_path / "pictures")
+    # The same tensors at another scale bind without a word.
+    scaled = LoraSection(rank=4, alpha=20.0)
+    other_scale = runs["lora"].model.model_copy(update={"lora": scaled})
+    for config in (runs["full"], runs["lora"].model_copy(update={"model": other_scale})):
+        kinds = rf"'lora rank 4 alpha 10' weights, .* '{trained_kind(config.model)}'"
+        with pytest.raises(RunFolderError, match=kinds):
+            export(config, checkpoint=str(copy), folder=tmp_path / "out")
+        with pytest.raises(RunFolderError, match=kinds):
+            draw(config, str(copy), tmp_path / "pictures")

@@ -1,14 +1,17 @@
 """The run folder: what opening, resuming and mixing runs does, and what it says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoint import CheckpointError, CheckpointInfo, write_checkpoint
 from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS, checkpoint_folder
+from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run import (
     RunFolderError,
@@ -21,7 +24,7 @@ from g2rpo_ray.run import (
     write_resolved,
 )
 from g2rpo_ray.tracking.report import write_report
-from tests.tiny import tiny_config
+from tests.tiny import copy_flux, tiny_config
 
 
 @pytest.fixture
@@ -194,6 +197,23 @@ def test_kinds_are_named_with_rank_and_scale(folder: Path) -> None:
     assert trained_kind(config_of(folder).model) == "full"
     lora = config_of(folder, "model.lora.rank=4", "model.lora.alpha=8").model
     assert trained_kind(lora) == "lora rank 4 alpha 8"
+
+
+def test_another_base_model_is_named(folder: Path, tmp_path: Path) -> None:
+    lora = "model.lora={rank: 4, alpha: 8.0}"
+    config = start(folder, lora)
+    begun = open_run(config, "auto").info
+    checkpoint = checkpoint_folder(folder, 2)
+    write_checkpoint(checkpoint, replace(begun, iteration=2), {"weight.a": torch.ones(2)})
+    moved = copy_flux(tmp_path / "flux")
+    assert open_run(config_of(folder, lora, f"model.path={moved}"), "auto").info.base == begun.base
+    weights = moved / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    name = min(tensors)
+    save_file(tensors | {name: tensors[name] * 2}, weights)
+    message = error_of(config_of(folder, lora, f"model.path={moved}"), "auto")
+    assert f"{checkpoint} was trained from the base model {begun.base}, and model.path" in message
+    assert base_fingerprint(config_of(folder, f"model.path={moved}").model) in message
 
 
 def test_another_seed_is_named(folder: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from g2rpo_ray.config import Config, ConfigError, load_config
 from g2rpo_ray.errors import InputError
-from g2rpo_ray.learner.checkpoint import CheckpointInfo, read_info
+from g2rpo_ray.learner.checkpoint import CheckpointInfo
 from g2rpo_ray.learner.checkpoint_folders import list_checkpoints
-from g2rpo_ray.run import checkpoint_named, trained_kind
+from g2rpo_ray.run import checkpoint_named, read_fitting_info
 
 BASE = "base"
 
@@ -56,8 +56,9 @@ def parse_weights(config: Config, named: Sequence[str]) -> list[Weights]:
     """Weights from ``[LABEL=]last|best|base|PATH``; PATH is a checkpoint, or a run's folder.
 
     Raises:
-        EvaluationError: a label stands twice or is no label; weights of another kind.
-        CheckpointError, RunFolderError: there is no such checkpoint.
+        EvaluationError: a label stands twice or is no label.
+        CheckpointError, RunFolderError: there is no such checkpoint, or its weights are of another
+            kind or base model.
     """
     found: list[Weights] = []
     for text in named:
@@ -128,13 +129,7 @@ def _find(config: Config, label: str, source: str) -> Weights:
         folder = checkpoints[-1]
     else:
         folder = checkpoint_named(config, source)
-    info = read_info(folder)
-    kind = trained_kind(config.model)
-    if info.trained != kind:
-        raise EvaluationError(
-            f"{folder} holds '{info.trained}' weights, the settings make a model of '{kind}' "
-            "(model.lora); evaluate each kind by itself"
-        )
+    info = read_fitting_info(folder, config.model)
     return Weights(label, folder, _training_of(folder, info))
 
 

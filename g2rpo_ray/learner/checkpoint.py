@@ -2,8 +2,8 @@
 
 Layout of one checkpoint, ``<run_dir>/checkpoints/iteration_000012/``:
 
-- ``state.json``: format, iteration, weight version, optimizer updates, what is trained, and the
-  SHA-256 of every other file;
+- ``state.json``: format, iteration, weight version, optimizer updates, what is trained and from
+  which base, and the SHA-256 of every other file;
 - ``trainable-00000.safetensors``, one for each learner rank: its part of the fp32 weights by name
   (LoRA adapters, or the whole transformer), and of their moving average where there is one;
 - ``optimizer-00000.safetensors``: its part of AdamW's ``exp_avg.<name>``, ``exp_avg_sq.<name>``.
@@ -36,7 +36,7 @@ from g2rpo_ray.learner.shards import (
     write_parts,
 )
 
-FORMAT = 3
+FORMAT = 4
 WEIGHTS_FILE, OPTIMIZER_FILE = "trainable-{:05d}.safetensors", "optimizer-{:05d}.safetensors"
 RANK_FILE = "rank-{:05d}.json"
 """What a rank has written, for state.json; or why it could not."""
@@ -62,6 +62,8 @@ class CheckpointInfo:
     seed: int
     trained_steps: list[int] = field(default_factory=list)
     """SDE steps of the iteration to come: where a sliding window stands."""
+    base: str = ""
+    """Fingerprint of the base model's weights that training began with; empty: not known."""
 
 
 def write_checkpoint(folder: Path, info: CheckpointInfo, state: Mapping[str, Tensor]) -> None:

@@ -18,13 +18,11 @@ from torch import Tensor
 
 from g2rpo_ray.config import Config, ModelSection, resolve_path
 from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.fingerprint import folder_fingerprint
 from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, PromptFileError
 
 FORMAT = "g2rpo embeddings 1"
 ENCODER_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-WHOLE_BELOW = 1 << 24
-"""Files up to this size enter a fingerprint whole, larger ones by header and samples."""
-SAMPLE_BYTES, SAMPLES = 4096, 256
 
 
 @dataclass(frozen=True)
@@ -55,20 +53,9 @@ class Manifest:
 
 
 def encoder_fingerprint(model: ModelSection) -> dict[str, str]:
-    """SHA-256 of each part of the text encoders: equal for equal encoders wherever they lie.
-
-    Of a large weight file only its size, its header and 256 evenly spaced blocks of 4 KiB enter: T5
-    is 9.5 GB, and another encoder or precision differs in all of them.
-    """
+    """Of each part of the text encoders."""
     folder = resolve_path(model.path)
-    fingerprint = {}
-    for part in ENCODER_PARTS:
-        digest = hashlib.sha256()
-        for file in sorted(path for path in (folder / part).iterdir() if path.is_file()):
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-            digest.update(_sampled(file))
-        fingerprint[part] = digest.hexdigest()[:16]
-    return fingerprint
+    return {part: folder_fingerprint(folder / part) for part in ENCODER_PARTS}
 
 
 def prompt_checksum(t5: Tensor, pooled: Tensor) -> str:
@@ -178,20 +165,6 @@ def _read_manifest(path: Path) -> Manifest:
         return Manifest(files=files, **content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PromptFileError(f"{path}: not readable as a manifest: {error}") from error
-
-
-def _sampled(file: Path) -> bytes:
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        if size <= WHOLE_BELOW:
-            return content.read()
-        # safetensors: 8 bytes of header length, the header, then the tensors.
-        length = int.from_bytes(content.read(8), "little")
-        blocks = [content.read(min(length, WHOLE_BELOW))]
-        for number in range(SAMPLES):
-            content.seek(number * (size - SAMPLE_BYTES) // (SAMPLES - 1))
-            blocks.append(content.read(SAMPLE_BYTES))
-        return b"".join(blocks)
 
 
 def _sha256(path: Path) -> str:

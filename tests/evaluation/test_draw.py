@@ -19,6 +19,7 @@ from g2rpo_ray.learner.checkpoint_folders import checkpoint_folder
 from g2rpo_ray.models.weights import WeightReceipt, load_weights
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.worker import RolloutWorker
+from g2rpo_ray.run import RunFolderError
 from g2rpo_ray.weight_sync.base import Peer, verify
 from tests.tiny import KnownScores, Redness, encode, tiny_config
 
@@ -216,7 +217,7 @@ def test_labels(config: Config, named: list[str], message: str) -> None:
 @pytest.mark.usefixtures("trained")
 def test_weights_of_another_kind_are_refused_with_both_kinds(config: Config) -> None:
     lora = tiny_config(Path(config.run_dir), "model.lora={rank: 2, alpha: 4.0}")
-    with pytest.raises(EvaluationError, match=r"holds 'full' weights, .* 'lora rank 2 alpha 4'"):
+    with pytest.raises(RunFolderError, match=r"holds 'full' weights, .* 'lora rank 2 alpha 4'"):
         parse_weights(lora, ["last"])
 
 

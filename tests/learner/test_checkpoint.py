@@ -17,6 +17,7 @@ from torch import Tensor
 
 from g2rpo_ray.learner import checkpoint
 from g2rpo_ray.learner.checkpoint import (
+    FORMAT,
     OPTIMIZER_FILE,
     WEIGHTS_FILE,
     CheckpointError,
@@ -145,7 +146,7 @@ def test_description_cut_short(tmp_path: Path, text: str) -> None:
 def test_other_format(tmp_path: Path, content: object) -> None:
     path = write(tmp_path, 1) / "state.json"
     path.write_text(json.dumps(content))
-    assert f"{path}: not a checkpoint of format 3" in error_of(path.parent)
+    assert f"{path}: not a checkpoint of format {FORMAT}" in error_of(path.parent)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         read_info(path.parent)
 
