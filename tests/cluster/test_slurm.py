@@ -26,6 +26,7 @@ pytestmark = [
     ),
 ]
 
+PROJECT = Path(__file__).parents[2]
 MORE_ITERATIONS = 2
 
 
@@ -123,6 +124,40 @@ def test_a_failing_driver_is_a_failing_job(slurm: Slurm) -> None:
     ended, log = slurm.wait(job), slurm.log(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), log
     assert "/no/settings.yaml: no such configuration file" in log
+
+
+def workers_now(run_dir: Path) -> float:
+    records = read_metrics(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+    return next((r["rollout/workers"] for r in reversed(records) if "rollout/workers" in r), 0)
+
+
+def test_a_node_joins_a_run_and_leaves_it_and_paths_may_hold_blanks(slurm: Slurm) -> None:
+    run_dir, home = slurm.folder / "a run", slurm.folder / "the project"
+    home.symlink_to(PROJECT)
+    tree = settings(run_dir, 5000).model_dump()
+    # The second worker has room on another node only.
+    tree["rollout"] |= {"max_workers": 2, "cpus_per_worker": 1.2}
+    save_config(config_from_dict(tree, source="test"), slurm.folder / "a file.yaml")
+    exported = f"--export=ALL,G2RPO_HOME={home}"
+    job = slurm.submit(
+        "train.sbatch", str(slurm.folder / "a file.yaml"), str(run_dir),
+        options=("--nodes=1", "--time=20", exported),
+    )  # fmt: skip
+    wait_until(
+        lambda: workers_now(run_dir) == 1 or slurm.job(job)["JobState"] == "FAILED",
+        "the first iteration", 300, 1.0,
+    )  # fmt: skip
+    joined = slurm.submit(
+        "join.sbatch", str(run_dir), options=("--array=0-0", "--time=20", exported)
+    )
+    wait_until(lambda: workers_now(run_dir) == 2, "the second worker", 240, 1.0)
+    slurm.call("scancel", joined)
+    wait_until(lambda: workers_now(run_dir) == 1, "the second worker to leave", 240, 1.0)
+    before = trained(run_dir)
+    wait_until(lambda: trained(run_dir) > before, "the run to go on", 120, 1.0)
+    assert (run_dir / "logs" / f"join_{slurm.job(joined)['JobId']}").is_dir()
+    slurm.call("scancel", job)
+    slurm.wait(job)
 
 
 def test_joining_a_run_that_is_not_there_says_so(slurm: Slurm) -> None:
