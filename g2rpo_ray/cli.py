@@ -1,6 +1,7 @@
 """``g2rpo``: the command line. Heavy libraries are imported by the command that needs them."""
 
 import argparse
+import errno
 import json
 import re
 import signal
@@ -30,6 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _report(error, EXIT_BAD_INPUT)
     except RunError as error:
+        return _report(error, EXIT_FAILED)
+    except OSError as error:
+        # Any file of a command may be the one that meets a full or read-only disk.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
         return _report(error, EXIT_FAILED)
     except StopRequested as request:
         return EXIT_INTERRUPTED if request.signal_number == signal.SIGINT else EXIT_REQUEUE

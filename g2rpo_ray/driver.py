@@ -44,6 +44,7 @@ from g2rpo_ray.tracking.memory import PeakMemory
 from g2rpo_ray.tracking.metrics import MetricsLog
 from g2rpo_ray.tracking.progress import Progress, print_table
 from g2rpo_ray.tracking.report import write_report
+from g2rpo_ray.tracking.sinks import replace_text
 from g2rpo_ray.weight_sync import SyncReport
 
 
@@ -312,7 +313,7 @@ class TrainingLoop:
             "trained_rewards": list(self.config.trained_rewards),
             "versions": versions(),
         }
-        (self.run_folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        replace_text(self.run_folder / "summary.json", json.dumps(summary, indent=1))
         report = write_report(self.run_folder)
         print_table(summary, report)
 

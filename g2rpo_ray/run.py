@@ -4,13 +4,18 @@
 ``tensorboard/``, ``checkpoints/``, ``pictures/heldout/``, ``summary.json``, ``report.html``.
 """
 
+import fcntl
 import json
+import logging
+import os
 import platform
 import shutil
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TextIO
 
 from PIL import Image
 
@@ -28,6 +33,7 @@ from g2rpo_ray.learner.checkpoint_folders import (
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.tracking.metrics import read_metrics
+from g2rpo_ray.tracking.sinks import replace_text
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "deepspeed",
             "open_clip_torch", "safetensors")  # fmt: skip
@@ -35,6 +41,11 @@ PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "deepspeed",
 
 class RunFolderError(InputError):
     """The run folder cannot be used as asked; the message says what to do."""
+
+
+logger = logging.getLogger(__name__)
+_LOCKS: dict[Path, TextIO] = {}
+"""Run folders that are this process's, with the open files that say so."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +94,15 @@ def read_fitting_info(checkpoint: Path, model: ModelSection) -> CheckpointInfo:
 
 
 def open_run(config: Config, resume: str) -> Run:
-    """Make the run folder, or find the checkpoint to continue from.
+    """Make the run folder, or find the checkpoint to continue from; no other process may, then.
 
     Args:
         resume: ``none`` starts a new run and refuses a folder that has one; ``auto`` continues
             from the last checkpoint where there is one; else the folder of a checkpoint.
 
     Raises:
-        RunFolderError: the folder has a run already, or the checkpoint is of another kind.
+        RunFolderError: the folder has a run already, another process trains in it, or the
+            checkpoint is of another kind.
     """
     folder = _folder(config)
     has_run = _has_run(folder)
@@ -120,7 +132,8 @@ def open_run(config: Config, resume: str) -> Run:
         first_record = info.iteration + 1 if has_run else None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "versions.json").write_text(json.dumps(versions(), indent=1))
+        _lock(folder)
+        replace_text(folder / "versions.json", json.dumps(versions(), indent=1))
         save_config(config, folder / "config.yaml")
     except OSError as error:
         raise RunFolderError(f"run_dir {folder}: cannot be written: {error}") from error
@@ -250,7 +263,7 @@ def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures
                 {"prompt_id": result.prompt_id, "prompt": result.prompt, "file": file,
                  "scores": scores}
             )  # fmt: skip
-    (target / f"{name}.json").write_text(json.dumps(entries, indent=1, ensure_ascii=False))
+    replace_text(target / f"{name}.json", json.dumps(entries, indent=1, ensure_ascii=False))
 
 
 def heldout_before_after(folder: Path) -> dict[str, dict[str, float | None]]:
@@ -280,6 +293,29 @@ def _checkpoint_of(folder: Path, resume: str) -> Path | None:
             f"--resume {resume}: no such folder; it takes auto, none, or a folder"
         )
     return path
+
+
+def _lock(folder: Path) -> None:
+    """Keep other drivers out of the folder until this process ends, in whatever way."""
+    if folder in _LOCKS:
+        return
+    path = folder / ".lock"
+    file = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise RunFolderError(
+            f"run_dir {folder}: {file.read() or 'another process'} trains in it; two drivers would "
+            f"spoil each other's run. Wait until it has ended, or name another run_dir. If there "
+            f"is no such process any more, delete {path}"
+        ) from None
+    except OSError as error:
+        logger.warning("%s: this file system has no locks (%s)", path, error)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _LOCKS[folder] = file
 
 
 def _has_run(folder: Path) -> bool:

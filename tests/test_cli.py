@@ -1,5 +1,6 @@
 """The command line: exit codes, messages on stderr, and a dry run that starts nothing."""
 
+import errno
 from pathlib import Path
 from typing import NoReturn
 
@@ -59,6 +60,18 @@ def test_a_folder_that_has_a_run_says_what_resume_does(
     (run.folder / "metrics.jsonl").write_text('{"iteration": 0, "kind": "evaluation"}\n')
     assert train(override) == 2
     assert "already has a run: --resume auto continues it" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device", "/disk/report.html")
+
+    monkeypatch.setattr("g2rpo_ray.driver.train", full)
+    assert train(f"run_dir={tmp_path}") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("g2rpo: [Errno 28] No space left on device: '/disk/report.html'")
 
 
 def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:

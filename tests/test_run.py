@@ -1,6 +1,8 @@
 """The run folder: what opening, resuming and mixing runs does, and what it says."""
 
+import fcntl
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +85,40 @@ def test_a_start_that_failed_before_the_first_record_may_be_made_again(folder: P
     assert (run.checkpoint, run.first_record) == (None, None)
     save(config_of(folder), 1, SNAPSHOTS)
     assert f"run_dir {folder} already has a run" in error_of(config_of(folder), "none")
+
+
+def test_a_folder_that_another_driver_trains_in_is_refused_and_left_alone(folder: Path) -> None:
+    folder.mkdir()
+    with (folder / ".lock").open("w") as other:
+        other.write("process 7 on there")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        message = error_of(config_of(folder), "none")
+        assert f"run_dir {folder}: process 7 on there trains in it" in message
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+    open_run(config_of(folder), "none")
+    assert (folder / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    with (folder / ".lock").open() as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_full_disk_leaves_the_settings_of_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, write = start(folder), Path.write_text
+
+    def cut_short(path: Path, text: str, **_: object) -> None:
+        if "config.yaml" not in path.name:
+            write(path, text)
+            return
+        with path.open("w") as file:
+            file.write(text[:10])
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    message = error_of(config_of(folder, "learner.learning_rate=1e-5"), "auto")
+    assert "cannot be written: [Errno 28] No space left on device" in message
+    assert load_config(folder / "config.yaml") == config
 
 
 def test_a_refused_folder_is_left_as_it_was(folder: Path) -> None:

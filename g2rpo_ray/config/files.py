@@ -43,8 +43,13 @@ def config_from_dict(tree: dict[str, Any], source: str) -> Config:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration, defaults included; ``load_config`` reads it back."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    """Write the resolved configuration, defaults included; ``load_config`` reads it back.
+
+    Whole or not at all: a resumed run writes it anew, perhaps on a disk that is full by now.
+    """
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    temporary.replace(path)
 
 
 def resolve_path(path: str) -> Path:

@@ -5,6 +5,7 @@ import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,17 +45,25 @@ class JsonLines(Sink):
                 f"{path} already holds the metrics of a run; resume that run or choose another "
                 "run_dir (appending would count its iterations twice)"
             )
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
         kind = "evaluation" if any(name.startswith("heldout/") for name in values) else "train"
         line = {"iteration": iteration, "kind": kind}
         line |= {name: _json_number(value) for name, value in values.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrackingError(
+                f"{self._path}: the record of iteration {iteration} cannot be written: {error}"
+            ) from error
 
     def close(self) -> None:
-        self._file.close()
+        # What could not be written was told; closing tries again, and would hide it.
+        with suppress(OSError):
+            self._file.close()
 
 
 class TensorBoard(Sink):

@@ -21,6 +21,7 @@ from g2rpo_ray.tracking.metrics import (
     known_name,
     read_metrics,
 )
+from g2rpo_ray.tracking.sinks import JsonLines
 from g2rpo_ray.tracking.table import markdown_table
 
 ONLY_LINES = TrackingSection(tensorboard=False)
@@ -71,6 +72,13 @@ def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:
     record_iterations(tmp_path, range(1, 3))
     with pytest.raises(TrackingError, match="already holds the metrics of a run"):
         record_iterations(tmp_path, range(1, 3))
+
+
+def test_a_full_disk_names_file_and_iteration() -> None:
+    sink = JsonLines(Path("/dev/full"), None)
+    with pytest.raises(TrackingError, match=r"/dev/full: the record of iteration 3 .* No space"):
+        sink.scalars(3, {"loss/policy": 1.0})
+    sink.close()
 
 
 def test_nan_and_infinity_are_null(tmp_path: Path) -> None:
