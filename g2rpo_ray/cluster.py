@@ -145,7 +145,11 @@ def _too_few(demands: Sequence[Demand], nodes: Sequence[Node], which: str) -> li
         wanted = sum(demand.total(kind) for demand in demands)
         has = sum(getattr(node, which).get(kind, 0.0) for node in nodes)
         if wanted > has + _ROUNDING:
-            parts = ", ".join(f"{d.setting}={d.count} asks for {d.total(kind):g}" for d in demands)
+            parts = ", ".join(
+                f"{d.setting}={d.count} asks for {d.total(kind):g}"
+                for d in demands
+                if d.total(kind)
+            )
             free = "" if which == "total" else " free"
             reasons.append(
                 f"the run wants {wanted:g} {kind} and the cluster has {has:g}{free}: {parts}. Use "

@@ -94,9 +94,11 @@ def main() -> None:
     options = parser.parse_args()
     variables = {"run": options.run, "window": options.window, "peak_tflops": options.peak_tflops}
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    options.out.write_text(
-        page(options.url, dashboard, variables, options.minutes), encoding="utf-8"
-    )
+    try:
+        html = page(options.url, dashboard, variables, options.minutes)
+    except (OSError, ValueError) as error:
+        parser.error(f"{options.url}: no answer of a Prometheus: {error}")
+    options.out.write_text(html, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def test_what_fits_has_no_shortage() -> None:
         ([workers(4, 1, 1), ranks(2, 1, 1)], [node("1", 8, 4)],
          ["wants 6 GPU and the cluster has 4", "rollout.workers=4 asks for 4",
           "learner.ranks=2 asks for 2", "gpus_per_..."]),
+        ([workers(2, 1, 1), ranks(2, 1, 0)], [node("1", 8, 1)],
+         ["wants 2 GPU and the cluster has 1: rollout.workers=2 asks for 2. "]),
         ([workers(2, 8, 1)], [node("1", 8, 4)],
          ["wants 16 CPU and the cluster has 8", "cpus_per_..."]),
         ([workers(1, 12, 1)], [node("1", 8, 1), node("2", 8, 1)],
@@ -70,6 +72,7 @@ def test_a_shortage_names_setting_amounts_and_remedy(
     demands: list[Demand], nodes: list[Node], named: list[str]
 ) -> None:
     (reason,) = shortage(demands, nodes)
+    assert "asks for 0" not in reason
     for part in named:
         assert part in reason
 

@@ -1,6 +1,7 @@
 """Loading an open_clip model from local files, never from the hub, with nothing guessed."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,11 @@ def load_clip_features(
     weights = _weights_of(name, checkpoint)
     state = load_state_dict(weights)
     # Not with its weights: where a folder has none, open_clip goes on with random ones.
-    model = open_clip.create_model(name, load_weights=False)
+    logging.getLogger().addFilter(_is_no_false_alarm)
+    try:
+        model = open_clip.create_model(name, load_weights=False)
+    finally:
+        logging.getLogger().removeFilter(_is_no_false_alarm)
     load_weights(model, state, weights)
     model = model.to(device, DTYPES[dtype]).eval()
     tokenizer = open_clip.get_tokenizer(name)
@@ -60,6 +65,11 @@ def load_clip_features(
     return ClipFeatures(
         model.encode_image, encode_text, preprocess, torch.device(device), DTYPES[dtype]
     )
+
+
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    # The model gets its weights right after; a replica's log is no place for such a warning.
+    return "Model initialized randomly" not in record.getMessage()
 
 
 def resolve_architecture(architecture: str) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,16 +52,25 @@ def score(client: RewardClient, prompt: str, count: int) -> None:
         assert torch.allclose(pending.result()["mine"], torch.ones(4))
 
 
+def score_until(client: RewardClient, done: threading.Event) -> None:
+    """More requests at a time than there may be replicas, again and again."""
+    while not done.is_set():
+        score(client, "hang", MOST + 1)
+
+
 def test_replicas_follow_the_load(client: RewardClient) -> None:
     started_s = time.monotonic()
     seen: list[tuple[float, int]] = []
-    deadline_s = started_s + 150
+    enough = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        load = pool.submit(score, client, "hang", 24)
-        while (not load.done() or replicas() > 1) and time.monotonic() < deadline_s:
+        load = pool.submit(score_until, client, enough)
+        while (not load.done() or replicas() > 1) and time.monotonic() < started_s + 150:
             if not seen or seen[-1][1] != replicas():
                 seen.append((round(time.monotonic() - started_s, 1), replicas()))
+            if replicas() > 1:
+                enough.set()
             time.sleep(0.2)
+        enough.set()
     load.result()
     seen.append((round(time.monotonic() - started_s, 1), replicas()))
     print("replicas over time (s, replicas):", seen)

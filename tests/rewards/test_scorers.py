@@ -69,6 +69,11 @@ def test_a_score_does_not_depend_on_what_is_scored_beside_it(
     assert torch.allclose(together, alone, atol=1e-5)
 
 
+def test_loading_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    make_scorer("clip", {"architecture": "local-dir:tiny_world:clip"}, "cpu")
+    assert caplog.records == []
+
+
 def test_the_text_tower_runs_once_for_a_prompt() -> None:
     encoded: list[str] = []
 
