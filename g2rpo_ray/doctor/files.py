@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from g2rpo_ray.config import Config, resolve_path
+from g2rpo_ray.download.catalogue import reward_paths
 from g2rpo_ray.models.loading import PARTS, ModelFolderError, check_model_folder
 
 SUMS = "SHA256SUMS"
@@ -63,21 +64,14 @@ def _wrong_sums(folder: Path) -> list[str]:
 
 def _reward_problems(config: Config) -> list[str]:
     return [
-        f"rewards.{setting}: {path} is not there"
+        f"{setting}: {path} is not there"
         for setting, path in _reward_paths(config).items()
         if not path.exists()
     ]
 
 
 def _reward_paths(config: Config) -> dict[str, Path]:
-    # Scorers name their options as they like: a path is what looks like one.
-    paths = {}
-    for name, reward in config.rewards.items():
-        for option, value in reward.options.items():
-            text = str(value).removeprefix("local-dir:") if isinstance(value, str) else ""
-            if text.startswith(("/", "~", "./", "../", "tiny_world:")):
-                paths[f"{name}.options.{option}"] = resolve_path(text)
-    return paths
+    return {setting: resolve_path(path) for setting, path in reward_paths(config)}
 
 
 def _sampled_digest(file: Path) -> str:

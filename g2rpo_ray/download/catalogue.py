@@ -7,6 +7,8 @@ from pathlib import Path
 
 from g2rpo_ray.config import Config, resolve_path
 from g2rpo_ray.errors import InputError
+from g2rpo_ray.rewards.endpoint import EndpointOptions
+from g2rpo_ray.rewards.registry import SCORERS
 
 
 class DownloadError(InputError):
@@ -112,7 +114,7 @@ def targets_of(config: Config, also: Sequence[str] = ()) -> list[Target]:
             raise DownloadError(
                 f"--also {name}: not known; its last part must be one of {', '.join(CATALOGUE)}"
             )
-    named = [("model.path", config.model.path), *_reward_paths(config)]
+    named = [("model.path", config.model.path), *reward_paths(config)]
     named += [("--also", name) for name in also]
     targets: dict[Path, Target] = {}
     for setting, value in named:
@@ -121,15 +123,25 @@ def targets_of(config: Config, also: Sequence[str] = ()) -> list[Target]:
     return [target for target in targets.values() if not _ships(target)]
 
 
-def _reward_paths(config: Config) -> Iterator[tuple[str, str]]:
+def reward_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Setting and value of every option of a scorer that names a file or folder."""
     for name, reward in config.rewards.items():
         for option, value in reward.options.items():
             if not isinstance(value, str):
                 continue
             path = value.removeprefix("local-dir:")
-            # An architecture's or module's name is no path.
-            if path != value or Path(path).name in CATALOGUE or _looks_like_path(path):
+            if _behind_http(reward.kind):
+                # A model's name with the endpoint, or words for a judge, may look like paths.
+                is_path = option == "ca_file"
+            else:
+                # An architecture's or module's name is no path.
+                is_path = path != value or Path(path).name in CATALOGUE or _looks_like_path(path)
+            if is_path:
                 yield f"rewards.{name}.options.{option}", path
+
+
+def _behind_http(kind: str) -> bool:
+    return kind in SCORERS and issubclass(SCORERS[kind].Options, EndpointOptions)
 
 
 def _looks_like_path(value: str) -> bool:

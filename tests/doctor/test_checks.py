@@ -214,6 +214,20 @@ def test_a_rewards_file_that_is_missing(tmp_path: Path) -> None:
     assert model_problems(config) == ["rewards.clip.options.architecture: /no/clip is not there"]
 
 
+def test_a_recipes_reward_files_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # Its paths are relative to where it is started.
+    monkeypatch.chdir(tmp_path)
+    config = load_config(QUICKSTART.with_name("flux_g2rpo_hps_clip_lora.yaml"))
+    checkpoint = tmp_path / "models" / "HPS_v2.1_compressed.pt"
+    assert f"rewards.hps.options.checkpoint: {checkpoint} is not there" in model_problems(config)
+    checkpoint.parent.mkdir()
+    checkpoint.touch()
+    (problem,) = [p for p in model_problems(config) if p.startswith("rewards.")]
+    assert problem.startswith("rewards.clip.options.architecture: ")
+
+
 def test_the_report_counts_and_its_worst_is_the_exit_code() -> None:
     findings = [ok("a", "fine"), warn("long name", "slow", "hurry"), fail("c", "broken", "mend")]
     assert as_text(findings).splitlines() == [

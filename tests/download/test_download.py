@@ -269,6 +269,15 @@ def test_the_quickstart_needs_nothing(capsys: pytest.CaptureFixture[str]) -> Non
     assert "needs nothing" in capsys.readouterr().out
 
 
+def test_a_judges_model_and_words_are_no_files(capsys: pytest.CaptureFixture[str]) -> None:
+    judge = (
+        "{kind: judge, weight: 0, options: {url: 'http://j/v1', model: Qwen/Qwen2.5-VL-7B, "
+        "template: '{prompt} and/or'}}"
+    )
+    assert main(["download", str(config("quickstart")), f"rewards.taste={judge}"]) == 0
+    assert "needs nothing" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("flux_*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_names_known_models_only(path: Path) -> None:
     targets = targets_of(load_config(path))
