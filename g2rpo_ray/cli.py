@@ -309,7 +309,11 @@ def _parser() -> argparse.ArgumentParser:
 def _run_config(options: argparse.Namespace) -> Config:
     """Of a run's folder, or of a configuration file where there is no run yet."""
     path: Path = options.run_dir
-    return load_config(path if path.is_file() else path / "config.yaml", options.overrides)
+    if path.is_file():
+        return load_config(path, options.overrides)
+    config = load_config(path / "config.yaml", options.overrides)
+    # Not the folder that it was trained in: it may have been copied or renamed since.
+    return config.model_copy(update={"run_dir": str(path.absolute())})
 
 
 def _write_json(path: Path | None, content: object) -> None:

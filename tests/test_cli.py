@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from g2rpo_ray.cli import main
-from g2rpo_ray.config import load_config
+from g2rpo_ray.config import Config, load_config, save_config
 from g2rpo_ray.run import open_run
 from tests.tiny import QUICKSTART
 
@@ -96,6 +96,25 @@ def test_numbers_out_of_range_are_named(
         main(arguments)
     assert caught.value.code == 2
     assert f"argument {arguments[-2]}: '{arguments[-1]}': expected" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_moved_is_the_run_and_not_what_lies_at_its_old_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
+    save_config(load_config(QUICKSTART, [f"run_dir={old}"]), new / "config.yaml")
+    used: list[str] = []
+
+    def sample(config: Config, **_: object) -> list[Path]:
+        used.append(config.run_dir)
+        return []
+
+    monkeypatch.setattr("g2rpo_ray.sample.sample", sample)
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", "new", "--prompt", "a cat"]) == 0
+    assert used == [str(new)]
 
 
 def test_dry_run_prints_the_arithmetic_and_writes_the_settings(
