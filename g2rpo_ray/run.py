@@ -44,6 +44,11 @@ class RunFolderError(InputError):
 
 
 logger = logging.getLogger(__name__)
+_MOVES_PROMPTS = dict.fromkeys(
+    ("prompts.train", "sampling.prompts_per_iteration"),
+    " (an iteration has other prompts now: some already seen come again, others never come)",
+)
+"""What to say of settings that the place in the prompt order hangs on."""
 _LOCKS: dict[Path, TextIO] = {}
 """Run folders that are this process's, with the open files that say so."""
 
@@ -239,7 +244,11 @@ def changed_settings(folder: Path, config: Config) -> list[str]:
         return []
     old, new = (_flat(c.model_dump(mode="json")) for c in (load_config(saved), config))
     keys = sorted(old.keys() | new.keys())
-    return [f"{k}: {old.get(k)} -> {new.get(k)}" for k in keys if old.get(k) != new.get(k)]
+    return [
+        f"{k}: {old.get(k)} -> {new.get(k)}{_MOVES_PROMPTS.get(k, '')}"
+        for k in keys
+        if old.get(k) != new.get(k)
+    ]
 
 
 def versions() -> dict[str, str]:

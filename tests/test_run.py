@@ -309,6 +309,12 @@ def test_changed_settings_are_listed_with_old_and_new_value(folder: Path) -> Non
     ]
 
 
+def test_a_changed_batch_says_what_becomes_of_the_prompt_order(folder: Path) -> None:
+    start(folder)
+    [change] = changed_settings(folder, config_of(folder, "sampling.prompts_per_iteration=5"))
+    assert change.startswith("sampling.prompts_per_iteration: 2 -> 5 (an iteration has other")
+
+
 def test_unchanged_settings_and_an_empty_folder_list_nothing(folder: Path) -> None:
     assert changed_settings(folder, config_of(folder)) == []
     assert changed_settings(folder, start(folder)) == []
