@@ -104,6 +104,15 @@ def test_a_run_that_goes_on_compares_with_its_last_evaluation(tmp_path: Path) ->
     assert "Only one evaluation" not in page.text
 
 
+def test_evaluations_are_no_training_time(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "summary.json").unlink()
+    times = {"time/generate_s": 60.0, "time/learn_s": 5.0, "time/sync_s": 1.0}
+    line = {"iteration": 1, "kind": "train", "time/evaluate_s": 600.0, "time/iteration_s": 666.0}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(line | times) + "\n")
+    assert re.search(r"Training time\s*1 min 06 s", read_page(write_report(run_dir)).text)
+
+
 def test_an_empty_folder_still_gives_a_report(tmp_path: Path) -> None:
     page = read_page(write_report(tmp_path))
     for text in ("no config.yaml", "no summary.json", "No training iteration was recorded",
