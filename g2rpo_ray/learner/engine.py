@@ -172,8 +172,12 @@ class LearnerEngine:
         with _named_compile_errors():
             self._engine.backward(loss)
 
-    def step(self) -> float:
+    def step(self, *, hold: bool = False) -> float:
         """Clip, update, and return the gradient norm before clipping.
+
+        Args:
+            hold: leave the weights as they are: nothing was learned, and momentum and weight decay
+                alone would move them.
 
         Raises:
             LearnerError: the gradient is not finite. The weights are already lost then.
@@ -181,7 +185,7 @@ class LearnerEngine:
         self._accumulation.close()
         self._accumulates = False
         for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"] = 0.0 if hold else self.learning_rate
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         if not torch.isfinite(torch.tensor(norm)):

@@ -53,8 +53,9 @@ def update_on_groups(
 
     The loss is the mean over ``prompts`` (and over SDE steps, with ``per_iteration``), whatever the
     number of ranks: DeepSpeed averages gradients over ranks, so each rank scales by their number.
-    A dropped group counts as zero. All groups are passed in the smallest of their batch sizes, on
-    whichever rank: ranks make equally many passes.
+    A dropped group counts as zero; where all are dropped, the weights stay as they are. All groups
+    are passed in the smallest of their batch sizes, on whichever rank: ranks make equally many
+    passes.
 
     Raises:
         LearnerError: the network's prediction is not finite; or a ratio, and the run is to stop.
@@ -73,7 +74,7 @@ def update_on_groups(
             training.recompute_old_velocities()
     records: list[StepRecord] = []
     grad_norms: list[float] = []
-    learning_rate = engine.learning_rate
+    learning_rate, learned = engine.learning_rate, False
 
     for positions in _chunks(len(steps), settings.steps_per_pass):
         last_of_update = per_step or positions[-1] == len(steps) - 1
@@ -86,8 +87,12 @@ def update_on_groups(
             )
             if assignment.weight > 0:
                 records += done
+                learned = learned or any(record.valid for record in done)
         if last_of_update:
-            grad_norms.append(engine.step())
+            # A group on another rank is enough.
+            nowhere = engine.smallest_of_ranks(0 if learned else 1) == 1
+            grad_norms.append(engine.step(hold=nowhere))
+            learned = False
     return UpdateReport(records, grad_norms, learning_rate)
 
 

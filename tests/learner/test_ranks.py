@@ -164,6 +164,22 @@ def start_and_update(
     return ranks.state(), reports
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_whose_groups_are_all_dropped_moves_no_weight(
+    ranks: dict[int, Ranks], mode: str, groups: list[RolloutGroup], stage: int
+) -> None:
+    settings = ("advantage.on_invalid=drop_group", f"learner.zero_stage={stage}")
+    before, _ = start_and_update(ranks[2], mode, groups[:3], *settings)
+    lost = [replace(g, rewards=torch.full_like(g.rewards, math.nan)) for g in groups[:3]]
+    reports = ranks[2].update(lost)
+    assert not any(record.valid for report in reports for record in report.records)
+    after = ranks[2].state()
+    assert torch.equal(part(after, "weight."), part(before, "weight."))
+    # One group is enough, on whichever rank.
+    ranks[2].update([lost[0], groups[1], lost[2]])
+    assert not torch.equal(part(ranks[2].state(), "weight."), part(before, "weight."))
+
+
 # Three prompts on two ranks: one rank repeats a prompt, which must not count.
 @pytest.mark.parametrize(
     ("stage", "count", "prompts"),

@@ -130,7 +130,8 @@ class PlainEngine:
         self.ended.append(last)
 
     @torch.no_grad()
-    def step(self) -> float:
+    def step(self, *, hold: bool = False) -> float:
+        assert not hold
         gradient = {}
         for name, parameter in self.policy.transformer.named_parameters():
             if parameter.grad is not None:
