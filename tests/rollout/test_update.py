@@ -239,6 +239,16 @@ def test_a_group_with_infinite_latents_is_dropped_without_a_trace(
     torch.testing.assert_close(gradient, gradient_of(config, [sound]) / 2)
 
 
+def test_where_every_group_is_dropped_the_step_is_held() -> None:
+    config = tiny_config("g2rpo", advantage={"on_invalid": "drop_group"})
+    sound, other = draw_groups(config)
+    lost = [replace(g, rewards=torch.full_like(g.rewards, math.nan)) for g in (sound, other)]
+    engine = PlainEngine(tiny_policy())
+    update(engine, lost, config)
+    update(engine, [sound, lost[1]], config)
+    assert engine.held == [True, False]
+
+
 def test_a_dropped_group_adds_no_kl_either() -> None:
     config = tiny_config(
         "g2rpo",

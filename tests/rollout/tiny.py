@@ -117,6 +117,8 @@ class PlainEngine:
     """Of every step, by the parameter's name."""
     ended: list[bool] = field(default_factory=list)
     """``last`` of every backward pass."""
+    held: list[bool] = field(default_factory=list)
+    """``hold`` of every step."""
 
     def __call__(self, *args: Any) -> Tensor:
         velocity: Tensor = self.policy(*args)
@@ -131,7 +133,7 @@ class PlainEngine:
 
     @torch.no_grad()
     def step(self, *, hold: bool = False) -> float:
-        assert not hold
+        self.held.append(hold)
         gradient = {}
         for name, parameter in self.policy.transformer.named_parameters():
             if parameter.grad is not None:
