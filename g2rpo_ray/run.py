@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -51,6 +52,8 @@ _MOVES_PROMPTS = dict.fromkeys(
 """What to say of settings that the place in the prompt order hangs on."""
 _LOCKS: dict[Path, TextIO] = {}
 """Run folders that are this process's, with the open files that say so."""
+LOCK_WAIT_S, LOCK_POLL_S = 120.0, 2.0
+"""Shared storage frees the lock of a host that died after a minute or two: a requeued run waits."""
 
 
 @dataclass(frozen=True)
@@ -310,21 +313,35 @@ def _lock(folder: Path) -> None:
         return
     path = folder / ".lock"
     file = path.open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise RunFolderError(
-            f"run_dir {folder}: {file.read() or 'another process'} trains in it; two drivers would "
-            f"spoil each other's run. Wait until it has ended, or name another run_dir. If there "
-            f"is no such process any more, delete {path}"
-        ) from None
-    except OSError as error:
-        logger.warning("%s: this file system has no locks (%s)", path, error)
+    end_s = time.monotonic() + LOCK_WAIT_S
+    told = False
+    while holder := _holder_of(file):
+        if holder.endswith(f" on {socket.gethostname()}") or time.monotonic() >= end_s:
+            raise RunFolderError(
+                f"run_dir {folder}: {holder} trains in it; two drivers would spoil each other's "
+                "run. Wait until it has ended, or name another run_dir. If there is no such "
+                f"process any more, delete {path}"
+            )
+        if not told:
+            logger.warning("%s: %s has it; waiting for %g s at most", path, holder, LOCK_WAIT_S)
+            told = True
+        time.sleep(LOCK_POLL_S)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     _LOCKS[folder] = file
+
+
+def _holder_of(file: TextIO) -> str | None:
+    """Takes the lock, or answers who has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return file.read() or "another process"
+    except OSError as error:
+        logger.warning("%s: this file system has no locks (%s)", file.name, error)
+    return None
 
 
 def _has_run(folder: Path) -> bool:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,16 +91,32 @@ def test_a_start_that_failed_before_the_first_record_may_be_made_again(folder: P
 def test_a_folder_that_another_driver_trains_in_is_refused_and_left_alone(folder: Path) -> None:
     folder.mkdir()
     with (folder / ".lock").open("w") as other:
-        other.write("process 7 on there")
+        other.write(f"process 7 on {socket.gethostname()}")
         other.flush()
         fcntl.flock(other, fcntl.LOCK_EX)
         message = error_of(config_of(folder), "none")
-        assert f"run_dir {folder}: process 7 on there trains in it" in message
+        assert f"run_dir {folder}: process 7 on {socket.gethostname()} trains in it" in message
         assert [path.name for path in folder.iterdir()] == [".lock"]
     open_run(config_of(folder), "none")
     assert (folder / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     with (folder / ".lock").open() as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_run_waits_for_the_lock_of_a_host_that_died(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir()
+    with (folder / ".lock").open("w") as other:
+        other.write("process 7 on there")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr("g2rpo_ray.run.LOCK_WAIT_S", 0.0)
+        assert "process 7 on there trains in it" in error_of(config_of(folder), "none")
+        monkeypatch.setattr("g2rpo_ray.run.LOCK_WAIT_S", 1000.0)
+        monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(other, fcntl.LOCK_UN))
+        open_run(config_of(folder), "none")
+    assert "process 7 on there has it" in caplog.text
 
 
 def test_a_full_disk_leaves_the_settings_of_before(
