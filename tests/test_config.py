@@ -35,6 +35,11 @@ def test_missing_file_is_named_with_the_folder_that_was_searched(
     assert str(tmp_path) in str(caught.value)
 
 
+def test_a_folder_in_place_of_a_file_is_pointed_into(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path} is a folder.*{tmp_path}/config.yaml"):
+        load_config(tmp_path)
+
+
 def test_folder_instead_of_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         load_config(tmp_path)

@@ -23,6 +23,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file (looked in {Path.cwd()})") from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path} is a folder; a run's settings are in {path}/config.yaml"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     tree = _parse_yaml(text, str(path))

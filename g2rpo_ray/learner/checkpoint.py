@@ -249,8 +249,12 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
         raise CheckpointError(f"{folder}: no checkpoint there (no state.json)") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable: {error}") from error
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{path}: not a checkpoint of format {FORMAT}")
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{path}: a checkpoint of format {found}, this version reads {FORMAT}; use the version "
+            "of g2rpo-ray that wrote it (versions.json of the run names it)"
+        )
     expected = {field.name for field in fields(CheckpointInfo)} | {"files"}
     if content.keys() != expected:
         raise CheckpointError(

@@ -146,7 +146,9 @@ def test_description_cut_short(tmp_path: Path, text: str) -> None:
 def test_other_format(tmp_path: Path, content: object) -> None:
     path = write(tmp_path, 1) / "state.json"
     path.write_text(json.dumps(content))
-    assert f"{path}: not a checkpoint of format {FORMAT}" in error_of(path.parent)
+    found = content.get("format") if isinstance(content, dict) else None
+    message = error_of(path.parent)
+    assert f"{path}: a checkpoint of format {found}, this version reads {FORMAT}" in message
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         read_info(path.parent)
 
