@@ -40,12 +40,6 @@ def test_a_folder_in_place_of_a_file_is_pointed_into(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_folder_instead_of_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read") as caught:
-        load_config(tmp_path)
-    assert str(tmp_path) in str(caught.value)
-
-
 def test_binary_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_bytes(b"seed: \xff\xfe")
