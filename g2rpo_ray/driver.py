@@ -235,6 +235,11 @@ class TrainingLoop:
         self, drawn: Drawn, update: LearnerUpdate, report: SyncReport | None, started_s: float
     ) -> dict[str, float]:
         """The state after an iteration, and its numbers; no report where the run is stopping."""
+        if not update.taught:
+            self.progress.note(
+                f"warning: all groups of iteration {drawn.iteration + 1} were dropped: it taught "
+                "nothing, and the weights stay as they are"
+            )
         staleness = self.state.weight_version - drawn.oldest_version
         self.state = replace(
             self.state,

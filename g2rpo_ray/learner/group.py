@@ -34,6 +34,11 @@ class LearnerUpdate:
     grad_norms: list[float]
     learning_rate: float
 
+    @property
+    def taught(self) -> bool:
+        """Whether any group was trained on; else the weights are as they were."""
+        return any(record.valid for record in self.records)
+
 
 @dataclass(frozen=True)
 class _Writing:

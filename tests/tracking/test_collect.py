@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +81,12 @@ def test_without_any_score_the_means_are_no_numbers() -> None:
 def record(max_abs_log_ratio: float) -> StepRecord:
     health = PolicyHealth(1.0, max_abs_log_ratio, 0.0, 0.0, 0.0)
     return StepRecord(0, 0, 0, 0.0, health, 0.0, True, 0, 0.0, 0.0)
+
+
+def test_an_update_taught_something_if_one_group_was_trained_on() -> None:
+    dropped = replace(record(0.1), valid=False)
+    assert LearnerUpdate([dropped, record(0.1)], [1.0], 1e-4).taught
+    assert not LearnerUpdate([dropped, dropped], [0.0], 1e-4).taught
 
 
 @pytest.mark.parametrize("largest", [[0.1, NAN, 0.2], [NAN, 0.1], [0.1, NAN]])
