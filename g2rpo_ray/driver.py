@@ -33,6 +33,7 @@ from g2rpo_ray.run import (
     versions,
 )
 from g2rpo_ray.stop import StopRequested, StopSignal
+from g2rpo_ray.text_files import replace_text
 from g2rpo_ray.tracking.activity import Activity
 from g2rpo_ray.tracking.collect import (
     flop_metrics,
@@ -44,7 +45,6 @@ from g2rpo_ray.tracking.memory import PeakMemory
 from g2rpo_ray.tracking.metrics import MetricsLog
 from g2rpo_ray.tracking.progress import Progress, print_table
 from g2rpo_ray.tracking.report import write_report
-from g2rpo_ray.tracking.sinks import replace_text
 from g2rpo_ray.weight_sync import SyncReport
 
 

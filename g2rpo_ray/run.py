@@ -33,8 +33,8 @@ from g2rpo_ray.learner.checkpoint_folders import (
 )
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
+from g2rpo_ray.text_files import replace_text
 from g2rpo_ray.tracking.metrics import read_metrics
-from g2rpo_ray.tracking.sinks import replace_text
 
 PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "deepspeed",
             "open_clip_torch", "safetensors")  # fmt: skip

@@ -122,17 +122,15 @@ def test_a_run_waits_for_the_lock_of_a_host_that_died(
 def test_a_full_disk_leaves_the_settings_of_before(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, write = start(folder), Path.write_text
+    config = start(folder)
 
-    def cut_short(path: Path, text: str, **_: object) -> None:
-        if "config.yaml" not in path.name:
-            write(path, text)
-            return
-        with path.open("w") as file:
-            file.write(text[:10])
-        raise OSError(28, "No space left on device", str(path))
+    def full(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if "config.yaml" in name.name:
+            os.truncate(name, 10)
+            raise OSError(28, "No space left on device", str(name))
 
-    monkeypatch.setattr(Path, "write_text", cut_short)
+    monkeypatch.setattr("os.fsync", full)
     message = error_of(config_of(folder, "learner.learning_rate=1e-5"), "auto")
     assert "cannot be written: [Errno 28] No space left on device" in message
     assert load_config(folder / "config.yaml") == config

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from g2rpo_ray.config.base import ConfigError, problems
 from g2rpo_ray.config.run import Config
+from g2rpo_ray.text_files import replace_text
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -51,9 +52,7 @@ def save_config(config: Config, path: Path) -> None:
 
     Whole or not at all: a resumed run writes it anew, perhaps on a disk that is full by now.
     """
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    temporary.replace(path)
+    replace_text(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def resolve_path(path: str) -> Path:

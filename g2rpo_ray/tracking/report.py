@@ -12,10 +12,10 @@ from PIL import Image
 
 from g2rpo_ray.arithmetic import arithmetic
 from g2rpo_ray.config import ConfigError, config_from_dict
+from g2rpo_ray.text_files import replace_text
 from g2rpo_ray.tracking.charts import Series, line_chart, stacked_bars
 from g2rpo_ray.tracking.formatting import NOTHING, format_change, format_score, format_seconds
 from g2rpo_ray.tracking.run_folder import HeldoutPictures, RunFolder, read_run_folder
-from g2rpo_ray.tracking.sinks import replace_text
 from g2rpo_ray.tracking.style import CSS
 
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from g2rpo_ray.text_files import replace_text
 from g2rpo_ray.tracking.table import TrackingError
 
 
@@ -165,16 +165,6 @@ def drop_lines_from(path: Path, iteration: int) -> None:
         return
     kept = [record for record in read_lines(path) if record["iteration"] < iteration]
     replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _parse_record(line: bytes) -> dict[str, Any]:
