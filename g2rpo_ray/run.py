@@ -12,7 +12,8 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -113,6 +114,10 @@ def open_run(config: Config, resume: str) -> Run:
             checkpoint is of another kind.
     """
     folder = _folder(config)
+    if folder.is_dir():
+        # Before anything is read: who had to wait goes on from what the other has saved last.
+        with _named_errors(folder):
+            _lock(folder)
     has_run = _has_run(folder)
     if has_run and resume == "none":
         raise RunFolderError(
@@ -120,10 +125,11 @@ def open_run(config: Config, resume: str) -> Run:
             "checkpoint; or name another run_dir"
         )
     checkpoint = _checkpoint_of(folder, resume)
-    kind, base = trained_kind(config.model), base_fingerprint(config.model)
-    info = CheckpointInfo(0, 0, 0, 0, 0.0, kind, config.seed, base=base)
     first_record = 0 if has_run else None
-    if checkpoint is not None:
+    if checkpoint is None:
+        kind, base = trained_kind(config.model), base_fingerprint(config.model)
+        info = CheckpointInfo(0, 0, 0, 0, 0.0, kind, config.seed, base=base)
+    else:
         info = read_fitting_info(checkpoint, config.model)
         if info.seed != config.seed:
             raise RunFolderError(
@@ -138,13 +144,11 @@ def open_run(config: Config, resume: str) -> Run:
         if info.iteration == _finished_iterations(folder):
             _check_not_finished(config, checkpoint, info)
         first_record = info.iteration + 1 if has_run else None
-    try:
+    with _named_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
         replace_text(folder / "versions.json", json.dumps(versions(), indent=1))
         save_config(config, folder / "config.yaml")
-    except OSError as error:
-        raise RunFolderError(f"run_dir {folder}: cannot be written: {error}") from error
     return Run(folder, checkpoint, info, first_record)
 
 
@@ -305,6 +309,14 @@ def _checkpoint_of(folder: Path, resume: str) -> Path | None:
             f"--resume {resume}: no such folder; it takes auto, none, or a folder"
         )
     return path
+
+
+@contextmanager
+def _named_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"run_dir {folder}: cannot be written: {error}") from error
 
 
 def _lock(folder: Path) -> None:

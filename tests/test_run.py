@@ -17,6 +17,7 @@ from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run import (
+    _LOCKS,
     RunFolderError,
     changed_settings,
     checkpoint_named,
@@ -117,6 +118,26 @@ def test_a_run_waits_for_the_lock_of_a_host_that_died(
         monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(other, fcntl.LOCK_UN))
         open_run(config_of(folder), "none")
     assert "process 7 on there has it" in caplog.text
+
+
+def test_a_run_that_waited_goes_on_from_the_last_state_of_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(start(folder), 1, SNAPSHOTS)
+    _LOCKS.pop(folder).close()  # as if this process had ended
+    with (folder / ".lock").open("w") as other:
+        other.write("process 7 on there")
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def end(_: float) -> None:
+            save(config_of(folder), 2, SNAPSHOTS)
+            fcntl.flock(other, fcntl.LOCK_UN)
+
+        monkeypatch.setattr("time.sleep", end)
+        run = open_run(config_of(folder), "auto")
+    assert run.checkpoint is not None
+    assert run.checkpoint.name.endswith("2")
 
 
 def test_a_full_disk_leaves_the_settings_of_before(
