@@ -20,8 +20,8 @@ def pack(shares: Sequence[tuple[str, float]]) -> list[list[str]]:
         if share == 0:
             continue
         # Cards that were too full for a share are so for the next of the same size.
-        place = place if share == before else 0
-        before = share
+        if share != before:
+            before, place = share, 0
         while place < len(cards) and share > room[place] + TOLERANCE:
             place += 1
         if place < len(cards):
