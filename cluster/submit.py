@@ -25,7 +25,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 ROOT = Path(__file__).resolve().parents[1]
 # It runs where this package is not installed, too.
 sys.path.insert(0, str(ROOT))
-from g2rpo_ray.secrets import looks_secret  # noqa: E402
+from g2rpo_ray.common.secrets import looks_secret  # noqa: E402
 
 LEFT_HERE = [
     ".git", ".venv", ".*_cache", "__pycache__", "runs", "docs", "tests",

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from g2rpo_ray import __version__
+from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.errors import InputError, RunError
-from g2rpo_ray.stop import StopRequested
+from g2rpo_ray.run.stop import StopRequested
 
 T = TypeVar("T")
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from g2rpo_ray.arithmetic import describe
-    from g2rpo_ray.run import write_resolved
+    from g2rpo_ray.plan.arithmetic import describe
+    from g2rpo_ray.run.folder import write_resolved
 
     config = load_config(options.config, options.overrides)
     print(describe(config), flush=True)
@@ -55,13 +55,13 @@ def _train(options: argparse.Namespace) -> None:
         print(f"resolved configuration: {write_resolved(config)}")
         return
 
-    from g2rpo_ray.driver import train
+    from g2rpo_ray.training.train import train
 
     train(config, options.resume)
 
 
 def _sample(options: argparse.Namespace) -> None:
-    from g2rpo_ray.sample import sample
+    from g2rpo_ray.commands.sample import sample
 
     config = _run_config(options)
     for path in sample(
@@ -78,7 +78,7 @@ def _sample(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from g2rpo_ray.export import export
+    from g2rpo_ray.commands.export import export
 
     form = export(
         _run_config(options),
@@ -92,7 +92,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from g2rpo_ray.evaluation.command import evaluate
+    from g2rpo_ray.commands.evaluate import evaluate
 
     config = _run_config(options)
     evaluate(
@@ -105,16 +105,16 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _download(options: argparse.Namespace) -> None:
-    from g2rpo_ray.download.command import download
+    from g2rpo_ray.commands.download import download
 
     config = load_config(options.config, options.overrides)
     download(config, options.also or [], options.dry_run)
 
 
 def _embed(options: argparse.Namespace) -> None:
-    from g2rpo_ray.embed import EmbedOptions, embed
+    from g2rpo_ray.commands.embed import EmbedOptions, embed
+    from g2rpo_ray.common.formatting import format_size
     from g2rpo_ray.prompts.selection import Selection
-    from g2rpo_ray.tracking.formatting import format_size
 
     manifest = embed(
         load_config(options.config, options.overrides),
@@ -140,7 +140,7 @@ def _embed(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     from g2rpo_ray.plan.costs import load_costs
-    from g2rpo_ray.plan.report import as_json, as_text, make_plan
+    from g2rpo_ray.plan.plan import as_json, as_text, make_plan
 
     config = load_config(options.config, options.overrides)
     plan = make_plan(config, load_costs(options.costs), options.gpus, options.card)
@@ -150,7 +150,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _doctor(options: argparse.Namespace) -> int:
     from g2rpo_ray.doctor.examine import examine
-    from g2rpo_ray.doctor.report import as_json, as_text, worst
+    from g2rpo_ray.doctor.findings import as_json, as_text, worst
 
     config = load_config(options.config, options.overrides) if options.config else None
     findings = examine(config)

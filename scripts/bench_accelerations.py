@@ -20,8 +20,8 @@ from bench_scale import QUICKSTART
 from compare_algorithms import LocalScoring
 from torch import Tensor
 
-from g2rpo_ray.algorithm.advantage import integrate_advantages
 from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, evenly, read_config_prompts
 from g2rpo_ray.rewards.registry import make_scorer

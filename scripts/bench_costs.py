@@ -37,8 +37,9 @@ import diffusers
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import LearnerSection, LoraSection, load_config, resolve_path
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import LearnerSection, LoraSection, load_config
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy, LatentShape
 from g2rpo_ray.models.kernels import compile_decoder, compile_evaluations
 from g2rpo_ray.models.lora import add_lora

@@ -31,8 +31,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import Compose, Normalize, ToTensor
 
-from g2rpo_ray.rewards.clip_features import DTYPES, ClipFeatures
-from g2rpo_ray.rewards.preprocess import ClipPreprocess, HpsPreprocess
+from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures
+from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, HpsPreprocess
 
 TINY_FOLDER = "g2rpo_ray/tiny_world/assets/clip"
 PROMPTS = ("a red circle left of a green triangle", "a blue square above a yellow circle")
@@ -258,7 +258,7 @@ def _text_encoder(scorer: Scorer, device: torch.device) -> Callable[[str], Tenso
 
 
 def _preprocess_seconds(scorers: list[Scorer], pictures: Tensor, case: Case) -> float:
-    from g2rpo_ray.rewards.preprocess import to_device
+    from g2rpo_ray.rewards.scorers.preprocess import to_device
 
     def run() -> Tensor:
         for scorer in scorers:

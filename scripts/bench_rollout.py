@@ -35,20 +35,20 @@ from bench_scale import PROMPT, QUICKSTART, SCORER, write_model_folder, write_sc
 from PIL import Image
 from torch import Tensor
 
-from g2rpo_ray.algorithm.granularity import completion_indices, count_published_order
-from g2rpo_ray.algorithm.sde import SdeStep, euler_step, predict_x0
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.launch import launch_rollout
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.maths.granularity import completion_indices, count_published_order
+from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import DTYPES, load_part
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import Prompt
-from g2rpo_ray.rewards.open_clip_model import resolve_architecture
+from g2rpo_ray.rewards.scorers.open_clip_model import resolve_architecture
 from g2rpo_ray.rollout.answers import RolloutSummary
-from g2rpo_ray.rollout.engine import RolloutEngine, schedule_of
-from g2rpo_ray.rollout.group import GroupKey
+from g2rpo_ray.sampling.engine import RolloutEngine, schedule_of
+from g2rpo_ray.sampling.group import GroupKey
+from g2rpo_ray.training.roles import launch_rollout
 
 COMMON = [
     "seed=0",

@@ -35,14 +35,15 @@ import ray
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import Config, load_config, resolve_path
-from g2rpo_ray.launch import Roles, launch
-from g2rpo_ray.learner.checkpoint import CheckpointInfo
-from g2rpo_ray.learner.checkpoint_folders import checkpoint_folder
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
+from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.learner.worker import Learner
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
 from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE, policy_size
+from g2rpo_ray.training.roles import Roles, launch
 
 GIB = 2**30
 GRACE_S = 20.0

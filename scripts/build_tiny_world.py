@@ -29,12 +29,7 @@ from g2rpo_ray.tiny_world.training.measure import (
     measure_flux,
     measure_rewards,
 )
-from g2rpo_ray.tiny_world.training.rewards import (
-    Painters,
-    RewardEffort,
-    train_clip,
-    train_hps,
-)
+from g2rpo_ray.tiny_world.training.rewards import Painters, RewardEffort, train_clip, train_hps
 
 STAGES = ("prompts", "vae", "flux", "clip", "hps", "measure")
 SIZE_LIMIT_MB = 16.0

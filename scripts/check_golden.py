@@ -22,19 +22,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from g2rpo_ray.algorithm.advantage import integrate_advantages
-from g2rpo_ray.algorithm.granularity import (
-    completion_indices,
-    count_g2rpo,
-    count_published_order,
-)
-from g2rpo_ray.algorithm.objective import clipped_policy_loss
-from g2rpo_ray.algorithm.schedule import static_shift_schedule
-from g2rpo_ray.algorithm.sde import SdeStep
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.maths.advantage import integrate_advantages
+from g2rpo_ray.maths.granularity import completion_indices, count_g2rpo, count_published_order
+from g2rpo_ray.maths.objective import clipped_policy_loss
+from g2rpo_ray.maths.schedule import static_shift_schedule
+from g2rpo_ray.maths.sde import SdeStep
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy, LatentShape
-from g2rpo_ray.rollout.evaluator import Evaluator
-from g2rpo_ray.rollout.sampler import Sampler
+from g2rpo_ray.sampling.evaluator import Evaluator
+from g2rpo_ray.sampling.sampler import Sampler
 
 TOLERANCE = 1e-5
 CLAMP = 5.0

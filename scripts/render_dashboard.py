@@ -15,8 +15,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from g2rpo_ray.tracking.charts import Series, line_chart
-from g2rpo_ray.tracking.style import CSS
+from g2rpo_ray.tracking.report.charts import Series, line_chart
+from g2rpo_ray.tracking.report.style import CSS
 
 DASHBOARD = Path(__file__).parents[1] / "cluster" / "monitoring" / "dashboard.json"
 COLOURS = ("#2f6fb3", "#d9822b", "#3a9a5b", "#b3372f", "#7a5bb5", "#667080")

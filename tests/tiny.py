@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import Config, load_config, resolve_path
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt
-from g2rpo_ray.rollout.group import RolloutGroup
 from g2rpo_ray.rollout.worker import RolloutWorker
+from g2rpo_ray.sampling.group import RolloutGroup
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 

@@ -5,6 +5,7 @@ wrong types and impossible combinations are a :class:`ConfigError` that names fi
 what is allowed; nothing is corrected silently.
 """
 
+from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config.algorithm import (
     DanceGrpoSection,
     FlowGrpoSection,
@@ -12,17 +13,12 @@ from g2rpo_ray.config.algorithm import (
     MixGrpoSection,
     SamplingSection,
 )
-from g2rpo_ray.config.base import ConfigError, Section, check_gpus
 from g2rpo_ray.config.cluster import ClusterSection
-from g2rpo_ray.config.files import config_from_dict, load_config, resolve_path, save_config
+from g2rpo_ray.config.files import config_from_dict, load_config, save_config
 from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
 from g2rpo_ray.config.model import LoraSection, ModelSection, PromptsSection
-from g2rpo_ray.config.operation import (
-    CheckpointSection,
-    EvaluationSection,
-    TrackingSection,
-)
-from g2rpo_ray.config.rollout import RewardSection, RolloutSection
+from g2rpo_ray.config.operation import CheckpointSection, EvaluationSection, TrackingSection
+from g2rpo_ray.config.rollout import RolloutSection
 from g2rpo_ray.config.run import Config
 
 __all__ = [
@@ -40,15 +36,11 @@ __all__ = [
     "MixGrpoSection",
     "ModelSection",
     "PromptsSection",
-    "RewardSection",
     "RolloutSection",
     "SamplingSection",
-    "Section",
     "TrackingSection",
     "WeightSyncSection",
-    "check_gpus",
     "config_from_dict",
     "load_config",
-    "resolve_path",
     "save_config",
 ]

@@ -4,9 +4,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from g2rpo_ray.algorithm.sde import LogProbForm, SdeKind
-from g2rpo_ray.algorithm.step_choice import StepChoice, WindowSchedule
-from g2rpo_ray.config.base import Section
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.maths.sde import LogProbForm, SdeKind
+from g2rpo_ray.maths.step_choice import StepChoice, WindowSchedule
 
 
 class SamplingSection(Section):

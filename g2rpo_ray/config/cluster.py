@@ -2,7 +2,7 @@
 
 from pydantic import Field, field_validator
 
-from g2rpo_ray.config.base import Section
+from g2rpo_ray.common.section import Section
 
 
 class ClusterSection(Section):

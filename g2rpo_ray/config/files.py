@@ -1,4 +1,4 @@
-"""Configuration files: YAML, dotted overrides, and where paths point."""
+"""Configuration files: YAML and dotted overrides."""
 
 import re
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from g2rpo_ray.config.base import ConfigError, problems
+from g2rpo_ray.common.section import ConfigError, problems
+from g2rpo_ray.common.text_files import replace_text
 from g2rpo_ray.config.run import Config
-from g2rpo_ray.text_files import replace_text
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -53,15 +53,6 @@ def save_config(config: Config, path: Path) -> None:
     Whole or not at all: a resumed run writes it anew, perhaps on a disk that is full by now.
     """
     replace_text(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-
-
-def resolve_path(path: str) -> Path:
-    """Path on disk of a setting; ``tiny_world:...`` points into this package."""
-    if path.startswith("tiny_world:"):
-        from g2rpo_ray.tiny_world import assets_dir
-
-        return assets_dir() / path.removeprefix("tiny_world:")
-    return Path(path).expanduser().absolute()
 
 
 class _YamlLoader(yaml.SafeLoader):

@@ -4,9 +4,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from g2rpo_ray.algorithm.advantage import Combination, Normalisation
-from g2rpo_ray.algorithm.objective import StepWeight
-from g2rpo_ray.config.base import LARGEST_SHARED, Gpus, Section, check_deadlines
+from g2rpo_ray.common.section import LARGEST_SHARED, Gpus, Section, check_deadlines
+from g2rpo_ray.maths.advantage import Combination, Normalisation
+from g2rpo_ray.maths.objective import StepWeight
 
 
 class AdvantageSection(Section):

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from g2rpo_ray.config.base import Gpus, Section
+from g2rpo_ray.common.section import Gpus, Section
 
 
 class LoraSection(Section):

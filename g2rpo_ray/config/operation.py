@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from g2rpo_ray.config.base import Section
+from g2rpo_ray.common.section import Section
 
 
 class EvaluationSection(Section):

@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from g2rpo_ray.common.section import LARGEST_SHARED, Section, problems
 from g2rpo_ray.config.algorithm import (
     DanceGrpoSection,
     FlowGrpoSection,
@@ -12,16 +13,12 @@ from g2rpo_ray.config.algorithm import (
     MixGrpoSection,
     SamplingSection,
 )
-from g2rpo_ray.config.base import LARGEST_SHARED, Section, problems
 from g2rpo_ray.config.cluster import ClusterSection
 from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
 from g2rpo_ray.config.model import ModelSection, PromptsSection
-from g2rpo_ray.config.operation import (
-    CheckpointSection,
-    EvaluationSection,
-    TrackingSection,
-)
-from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RewardSection, RolloutSection
+from g2rpo_ray.config.operation import CheckpointSection, EvaluationSection, TrackingSection
+from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RolloutSection
+from g2rpo_ray.rewards.section import RewardSection
 
 
 class Config(Section):

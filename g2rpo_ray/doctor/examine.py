@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import ray
 
-from g2rpo_ray.cluster import ClusterError, living_nodes, ray_cluster
+from g2rpo_ray.cluster.connect import ray_cluster
+from g2rpo_ray.cluster.demand import ClusterError, living_nodes
 from g2rpo_ray.config import ClusterSection, Config
 from g2rpo_ray.doctor.checks.clock import check_clock
 from g2rpo_ray.doctor.checks.hardware import check_hardware
@@ -16,8 +17,8 @@ from g2rpo_ray.doctor.checks.secrets import check_authentication, check_secrets
 from g2rpo_ray.doctor.checks.services import check_services
 from g2rpo_ray.doctor.checks.storage import check_storage
 from g2rpo_ray.doctor.checks.versions import check_versions
+from g2rpo_ray.doctor.findings import Finding, fail, ok
 from g2rpo_ray.doctor.probe import ask, name_of, start_probes
-from g2rpo_ray.doctor.report import Finding, fail, ok
 
 
 def examine(config: Config | None) -> list[Finding]:

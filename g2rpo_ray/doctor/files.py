@@ -4,8 +4,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from g2rpo_ray.config import Config, resolve_path
-from g2rpo_ray.download.catalogue import reward_paths
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config
+from g2rpo_ray.models.catalogue import reward_paths
 from g2rpo_ray.models.loading import PARTS, ModelFolderError, check_model_folder
 
 SUMS = "SHA256SUMS"

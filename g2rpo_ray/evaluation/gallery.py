@@ -11,12 +11,12 @@ from urllib.parse import quote
 
 from PIL import Image
 
+from g2rpo_ray.common.formatting import NOTHING
+from g2rpo_ray.common.text_files import replace_text
 from g2rpo_ray.evaluation.records import Record, Records
 from g2rpo_ray.evaluation.rows import Row
 from g2rpo_ray.evaluation.table import Part
-from g2rpo_ray.text_files import replace_text
-from g2rpo_ray.tracking.formatting import NOTHING
-from g2rpo_ray.tracking.style import CSS
+from g2rpo_ray.tracking.report.style import CSS
 
 PICTURES_A_LINE = 4
 """Pictures of a prompt beside each other; more go below."""

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from g2rpo_ray.common.text_files import replace_text
 from g2rpo_ray.evaluation.rows import EvaluationError, Row
 from g2rpo_ray.evaluation.statistics import Floats
 from g2rpo_ray.rollout.answers import HeldoutPictures
-from g2rpo_ray.text_files import replace_text
 
 
 @dataclass(frozen=True)

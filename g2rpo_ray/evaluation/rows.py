@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from g2rpo_ray.config import Config, ConfigError, load_config
-from g2rpo_ray.errors import InputError
-from g2rpo_ray.learner.checkpoint import CheckpointInfo
-from g2rpo_ray.learner.checkpoint_folders import list_checkpoints
-from g2rpo_ray.run import checkpoint_named, read_fitting_info
+from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.section import ConfigError
+from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
+from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
+from g2rpo_ray.run.folder import checkpoint_named, read_fitting_info
 
 BASE = "base"
 

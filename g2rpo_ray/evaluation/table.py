@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from g2rpo_ray.config import RewardSection
+from g2rpo_ray.common.formatting import NOTHING
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import Row
 from g2rpo_ray.evaluation.statistics import (
@@ -19,7 +19,7 @@ from g2rpo_ray.evaluation.statistics import (
     estimate,
     paired_difference,
 )
-from g2rpo_ray.tracking.formatting import NOTHING
+from g2rpo_ray.rewards.section import RewardSection
 
 DIVERSITY = "diversity"
 """The column of diversity: no reward, so it is never said to be better or worse."""

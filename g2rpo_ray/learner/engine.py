@@ -16,17 +16,13 @@ if not torch.cuda.is_available():
 import deepspeed
 from torch import Tensor, nn
 
+from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.config import LearnerSection
-from g2rpo_ray.errors import RunError
-from g2rpo_ray.learner.shards import StatePart, StateReader
+from g2rpo_ray.learner.checkpoints.parts import StatePart, StateReader
 from g2rpo_ray.learner.state import MOMENTS, MasterState, load_whole_weights
 from g2rpo_ray.models.flux import FluxPolicy
 from g2rpo_ray.models.kernels import COMPILE_ERRORS
-from g2rpo_ray.models.weights import (
-    TensorLayout,
-    trainable_parameters,
-    word_sums,
-)
+from g2rpo_ray.models.weights import TensorLayout, trainable_parameters, word_sums
 
 
 class LearnerError(RunError):

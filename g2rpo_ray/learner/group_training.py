@@ -8,8 +8,10 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
-from g2rpo_ray.algorithm.advantage import Advantages, integrate_advantages
-from g2rpo_ray.algorithm.objective import (
+from g2rpo_ray.config import Config
+from g2rpo_ray.learner.engine import LearnerEngine, LearnerError
+from g2rpo_ray.maths.advantage import Advantages, integrate_advantages
+from g2rpo_ray.maths.objective import (
     PolicyHealth,
     PolicyLoss,
     clipped_policy_loss,
@@ -17,10 +19,8 @@ from g2rpo_ray.algorithm.objective import (
     normalise_log_prob,
     policy_health,
 )
-from g2rpo_ray.algorithm.sde import SdeStep
-from g2rpo_ray.config import Config
-from g2rpo_ray.learner.engine import LearnerEngine, LearnerError
-from g2rpo_ray.rollout.group import RolloutGroup
+from g2rpo_ray.maths.sde import SdeStep
+from g2rpo_ray.sampling.group import RolloutGroup
 
 
 @dataclass(frozen=True)

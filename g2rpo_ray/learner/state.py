@@ -13,7 +13,7 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from g2rpo_ray.learner.shards import StatePart, StateReader
+from g2rpo_ray.learner.checkpoints.parts import StatePart, StateReader
 from g2rpo_ray.models.flux import FluxPolicy
 from g2rpo_ray.models.weights import WeightMismatchError, trainable_parameters
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from g2rpo_ray.algorithm.objective import step_weights
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerEngine
 from g2rpo_ray.learner.group_training import GroupTraining, StepRecord
-from g2rpo_ray.rollout.group import RolloutGroup
+from g2rpo_ray.maths.objective import step_weights
+from g2rpo_ray.sampling.group import RolloutGroup
 
 __all__ = ["Assignment", "StepRecord", "UpdateReport", "assign", "update_on_groups"]
 

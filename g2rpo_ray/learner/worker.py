@@ -10,9 +10,10 @@ from pathlib import Path
 import ray
 import torch
 
+from g2rpo_ray.cluster.device import role_device
+from g2rpo_ray.common.logs import log_as, log_context, logged
 from g2rpo_ray.config import Config
-from g2rpo_ray.device import role_device
-from g2rpo_ray.learner.checkpoint import (
+from g2rpo_ray.learner.checkpoints.files import (
     CheckpointError,
     CheckpointInfo,
     commit_checkpoint,
@@ -20,16 +21,15 @@ from g2rpo_ray.learner.checkpoint import (
     prepare_checkpoint,
     write_rank,
 )
-from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS, SNAPSHOTS_KEPT, delete_old_checkpoints
+from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, SNAPSHOTS_KEPT, delete_old_checkpoints
+from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
-from g2rpo_ray.learner.shards import StatePart
 from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups
-from g2rpo_ray.logs import log_as, log_context, logged
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.lora import coverage
 from g2rpo_ray.models.weights import PackedWeights, TensorLayout, WeightReceipt, receipt
-from g2rpo_ray.rollout.group import RolloutGroup
+from g2rpo_ray.sampling.group import RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup, open_store
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from g2rpo_ray.config import ModelSection, resolve_path
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import ModelSection
 
 WHOLE_BELOW = 1 << 24
 """Files up to this size enter a fingerprint whole, larger ones by header and samples."""

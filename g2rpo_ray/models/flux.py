@@ -10,8 +10,9 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 
-from g2rpo_ray.config import Config, resolve_path
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.loading import DTYPES, load_part, packed_channels
 from g2rpo_ray.models.lora import add_lora, choose_trained
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo_ray.errors import InputError
+from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.models.flux import FluxPolicy
 
 FLOAT8 = torch.float8_e4m3fn

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 
-from g2rpo_ray.errors import InputError
+from g2rpo_ray.common.errors import InputError
 
 COMPILE_ERRORS = (TorchDynamoException, InductorError)
 """What a compiled module raises when it is first called and cannot be compiled."""

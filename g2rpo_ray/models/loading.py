@@ -9,8 +9,9 @@ from diffusers import AutoencoderKL, FluxTransformer2DModel
 from safetensors import SafetensorError, safe_open
 from transformers import CLIPTextModel, CLIPTokenizerFast, T5EncoderModel, T5TokenizerFast
 
-from g2rpo_ray.config import ModelSection, resolve_path
-from g2rpo_ray.errors import InputError
+from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import ModelSection
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -3,7 +3,7 @@
 import torch
 
 from g2rpo_ray.config import ModelSection
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.loading import DTYPES, load_part
 
 

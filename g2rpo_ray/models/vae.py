@@ -4,8 +4,8 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from g2rpo_ray.models.batches import BatchSize
 from g2rpo_ray.models.flux import LatentShape, unpack_latents
-from g2rpo_ray.models.memory import BatchSize
 
 
 class PictureDecoder:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from g2rpo_ray.errors import InputError
+from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.models.flux import FluxPolicy
 
 CHECKSUM_SLICE = {"cuda": 1 << 24, "cpu": 1 << 20}

@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from g2rpo_ray.config import Section
-from g2rpo_ray.errors import InputError
+from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.section import Section
 
 PassName = Literal[
     "evaluation",

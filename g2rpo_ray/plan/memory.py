@@ -8,9 +8,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from g2rpo_ray.config import Config, RewardSection
+from g2rpo_ray.config import Config
 from g2rpo_ray.plan.costs import CardCosts, PassName
 from g2rpo_ray.plan.networks import PolicySize, ScorerSize
+from g2rpo_ray.rewards.section import RewardSection
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -16,8 +16,9 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from g2rpo_ray.config import Config, LoraSection, ModelSection, resolve_path
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config, LoraSection, ModelSection
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.flux import VAE_FACTOR, FluxPolicy, LatentShape
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.models.lora import add_lora, choose_trained
@@ -176,7 +177,7 @@ def scorer_size(architecture: str) -> ScorerSize:
     """
     import open_clip
 
-    from g2rpo_ray.rewards.open_clip_model import resolve_architecture
+    from g2rpo_ray.rewards.scorers.open_clip_model import resolve_architecture
 
     name = resolve_architecture(architecture)
     # open_clip warns that the model has no weights; here that is the point.

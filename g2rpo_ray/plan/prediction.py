@@ -9,10 +9,12 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from g2rpo_ray.algorithm.granularity import RolloutCounts
-from g2rpo_ray.arithmetic import updates_per_iteration
-from g2rpo_ray.config import Config, RewardSection
-from g2rpo_ray.config.base import LARGEST_SHARED
+from g2rpo_ray.algorithms import make_strategy
+from g2rpo_ray.algorithms.member_walks import MemberWalksStrategy
+from g2rpo_ray.common.section import LARGEST_SHARED
+from g2rpo_ray.config import Config
+from g2rpo_ray.maths.granularity import RolloutCounts
+from g2rpo_ray.plan.arithmetic import updates_per_iteration
 from g2rpo_ray.plan.costs import (
     CardCosts,
     CostsError,
@@ -36,8 +38,7 @@ from g2rpo_ray.plan.memory import (
 from g2rpo_ray.plan.networks import PolicySize, ScorerSize, policy_size, scorer_size
 from g2rpo_ray.plan.packing import pack
 from g2rpo_ray.rewards.scorer import ScorerError
-from g2rpo_ray.rollout.strategies import make_strategy
-from g2rpo_ray.rollout.strategies.member_walks import MemberWalksStrategy
+from g2rpo_ray.rewards.section import RewardSection
 
 CPU = "cpu-core"
 OPEN_CLIP_KINDS = ("hps", "clip")

@@ -6,9 +6,10 @@ from typing import TypeVar
 
 import torch
 
-from g2rpo_ray.algorithm.noise import seed_of
-from g2rpo_ray.config import Config, resolve_path
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config
+from g2rpo_ray.maths.noise import seed_of
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.prompts.embeddings import Embeddings
 from g2rpo_ray.prompts.sources import MANIFEST, PromptFileError, read_prompts
 

@@ -16,8 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from g2rpo_ray.config import Config, ModelSection, resolve_path
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config, ModelSection
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.fingerprint import folder_fingerprint
 from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, PromptFileError
 

@@ -5,7 +5,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from g2rpo_ray.config import Config
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, open_embeddings
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from g2rpo_ray.errors import InputError
+from g2rpo_ray.common.errors import InputError
 
 
 class SelectionError(InputError):

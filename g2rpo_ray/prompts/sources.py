@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from g2rpo_ray.errors import InputError
+from g2rpo_ray.common.errors import InputError
 
 MANIFEST = "manifest.json"
 """What a folder of embeddings is known by."""

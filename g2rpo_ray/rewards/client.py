@@ -11,9 +11,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from torch import Tensor
 
-from g2rpo_ray.config import RewardSection
-from g2rpo_ray.errors import RunError
+from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.rewards.server import ScoreAnswer, ScoreRequest, replicas
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0

@@ -2,19 +2,19 @@
 
 from typing import Any
 
-from g2rpo_ray.config import Section
-from g2rpo_ray.rewards.aesthetic import AestheticScorer
-from g2rpo_ray.rewards.clip import ClipScorer
-from g2rpo_ray.rewards.custom import PythonScorer
-from g2rpo_ray.rewards.diversity import DiversityScorer
-from g2rpo_ray.rewards.hps import HpsScorer
-from g2rpo_ray.rewards.hpsv2 import Hpsv2Scorer
-from g2rpo_ray.rewards.image_reward import ImageRewardScorer
-from g2rpo_ray.rewards.judge import JudgeScorer, UnifiedRewardScorer
-from g2rpo_ray.rewards.oracle import OracleScorer
-from g2rpo_ray.rewards.pickscore import PickscoreScorer
-from g2rpo_ray.rewards.remote import HttpScorer
+from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
+from g2rpo_ray.rewards.scorers.aesthetic import AestheticScorer
+from g2rpo_ray.rewards.scorers.clip import ClipScorer
+from g2rpo_ray.rewards.scorers.custom import PythonScorer
+from g2rpo_ray.rewards.scorers.diversity import DiversityScorer
+from g2rpo_ray.rewards.scorers.hps import HpsScorer
+from g2rpo_ray.rewards.scorers.hpsv2 import Hpsv2Scorer
+from g2rpo_ray.rewards.scorers.image_reward import ImageRewardScorer
+from g2rpo_ray.rewards.scorers.judge import JudgeScorer, UnifiedRewardScorer
+from g2rpo_ray.rewards.scorers.oracle import OracleScorer
+from g2rpo_ray.rewards.scorers.pickscore import PickscoreScorer
+from g2rpo_ray.rewards.scorers.remote import HttpScorer
 
 SCORERS: dict[str, type[RewardScorer]] = {
     scorer.kind: scorer

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import Section
-from g2rpo_ray.errors import InputError
+from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.section import Section
 
 
 class ScorerError(InputError):
@@ -51,7 +51,7 @@ def check_request(pictures: Tensor, prompts: Sequence[str]) -> None:
     Raises:
         ScorerError: not uint8 ``[B, H, W, 3]`` with B, H, W of 1 or more, or not B texts.
     """
-    wanted = "expected uint8 [B, H, W, 3] (g2rpo_ray.rewards.pictures makes it from files)"
+    wanted = "expected uint8 [B, H, W, 3] (g2rpo_ray.rewards.scorers.pictures makes it from files)"
     if pictures.dtype != torch.uint8:
         lost = ""
         if pictures.is_floating_point() and not bool(pictures.isfinite().all()):

@@ -14,10 +14,10 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from torch import Tensor
 
-from g2rpo_ray.config import RewardSection
-from g2rpo_ray.logs import log_as, log_context
+from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import ScorerError, check_request, check_scores
+from g2rpo_ray.rewards.section import RewardSection
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from g2rpo_ray.errors import RunError
+from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.rollout.reward_summary import RewardSummary
 
 

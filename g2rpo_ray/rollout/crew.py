@@ -12,9 +12,9 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from g2rpo_ray.cluster.postmortem import Place, first_line, own_place, report
+from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
-from g2rpo_ray.errors import InputError, RunError
-from g2rpo_ray.postmortem import Place, first_line, own_place, report
 from g2rpo_ray.rollout.worker import RolloutWorker, Scoring
 from g2rpo_ray.weight_sync import Peer, SyncReport
 

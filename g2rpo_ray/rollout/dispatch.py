@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from g2rpo_ray.patience import Patience
+from g2rpo_ray.cluster.deadlines import Patience
 
 
 @dataclass(frozen=True)

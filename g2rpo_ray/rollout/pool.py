@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
+from g2rpo_ray.cluster.deadlines import Patience
+from g2rpo_ray.cluster.postmortem import first_line
+from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
-from g2rpo_ray.errors import InputError, RunError
-from g2rpo_ray.patience import Patience
-from g2rpo_ray.postmortem import first_line
 from g2rpo_ray.rollout.answers import (
     BrokenLatentsError,
     HeldoutDraw,

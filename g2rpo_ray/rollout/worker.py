@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from g2rpo_ray.algorithm import noise
+from g2rpo_ray.algorithms import make_strategy
+from g2rpo_ray.cluster.device import role_device
+from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.config import Config
-from g2rpo_ray.device import role_device
-from g2rpo_ray.logs import log_as, log_context
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.maths import noise
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.weights import (
     WeightReceipt,
     layout_of,
@@ -30,11 +31,10 @@ from g2rpo_ray.rollout.answers import (
     RolloutSummary,
 )
 from g2rpo_ray.rollout.device_clock import DeviceClock
-from g2rpo_ray.rollout.engine import RolloutEngine
-from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
 from g2rpo_ray.rollout.host_copy import HostCopy
 from g2rpo_ray.rollout.reward_summary import summarise
-from g2rpo_ray.rollout.strategies import make_strategy
+from g2rpo_ray.sampling.engine import RolloutEngine
+from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup
 
 logger = logging.getLogger(__name__)

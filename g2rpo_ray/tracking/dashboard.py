@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from g2rpo_ray.tracking.table import known_name
+from g2rpo_ray.tracking.names import known_name
 
 WIDTH, HEIGHT = 8, 7
 """Of a panel, in Grafana's grid of 24 columns."""

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from g2rpo_ray.tracking.names import Metric, known_name
 from g2rpo_ray.tracking.sinks import Sink
-from g2rpo_ray.tracking.table import Metric, known_name
 
 SECONDS = [1.0, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600]
 """Upper bounds of a histogram's buckets."""

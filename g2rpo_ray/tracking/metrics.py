@@ -10,14 +10,8 @@ import numpy as np
 
 from g2rpo_ray.config import TrackingSection
 from g2rpo_ray.tracking.endpoint import RayEndpoint
-from g2rpo_ray.tracking.sinks import (
-    JsonLines,
-    Sink,
-    TensorBoard,
-    WeightsAndBiases,
-    read_lines,
-)
-from g2rpo_ray.tracking.table import LIVE, METRICS, Metric, TrackingError, known_name
+from g2rpo_ray.tracking.names import LIVE, METRICS, Metric, TrackingError, known_name
+from g2rpo_ray.tracking.sinks import JsonLines, Sink, TensorBoard, WeightsAndBiases, read_lines
 
 __all__ = ["LIVE", "METRICS", "Metric", "MetricsLog", "TrackingError", "known_name", "read_metrics"]
 

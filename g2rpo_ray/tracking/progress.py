@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from g2rpo_ray.tracking.formatting import format_change, format_score, format_seconds
+from g2rpo_ray.common.formatting import format_change, format_score, format_seconds
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from g2rpo_ray.text_files import replace_text
-from g2rpo_ray.tracking.table import TrackingError
+from g2rpo_ray.common.text_files import replace_text
+from g2rpo_ray.tracking.names import TrackingError
 
 
 class Sink:

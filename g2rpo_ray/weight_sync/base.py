@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from ray.actor import ActorHandle
 
-from g2rpo_ray.errors import RunError
+from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.models.weights import WeightReceipt
 
 if TYPE_CHECKING:
-    from g2rpo_ray.learner.group import LearnerGroup
+    from g2rpo_ray.learner.ranks import LearnerGroup
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from g2rpo_ray.errors import RunError
+from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.models.weights import TensorLayout
 
 MIB = 2**20

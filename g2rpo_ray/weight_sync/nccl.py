@@ -8,15 +8,10 @@ import ray
 
 from g2rpo_ray.models.weights import TensorLayout, receipt_of
 from g2rpo_ray.weight_sync.base import Peer, SyncReport, WeightSync, WeightSyncError, verify
-from g2rpo_ray.weight_sync.broadcast import (
-    GivenUpError,
-    Meeting,
-    WeightGroupError,
-    give_up,
-)
+from g2rpo_ray.weight_sync.broadcast import GivenUpError, Meeting, WeightGroupError, give_up
 
 if TYPE_CHECKING:
-    from g2rpo_ray.learner.group import LearnerGroup
+    from g2rpo_ray.learner.ranks import LearnerGroup
 
 GRACE_S = 15.0
 """A member that waits in vain says so itself within this time after its limit."""

@@ -8,7 +8,7 @@ import ray
 from g2rpo_ray.weight_sync.base import Peer, SyncReport, WeightSync, WeightSyncError, verify
 
 if TYPE_CHECKING:
-    from g2rpo_ray.learner.group import LearnerGroup
+    from g2rpo_ray.learner.ranks import LearnerGroup
 
 
 class ObjectStoreSync(WeightSync):

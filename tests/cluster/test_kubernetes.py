@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from g2rpo_ray.cluster import Node, learner_demand, reward_demands, rollout_demand, shortage
+from g2rpo_ray.cluster.demand import Node, learner_demand, reward_demands, rollout_demand, shortage
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.download.catalogue import targets_of
+from g2rpo_ray.models.catalogue import targets_of
 from tests.cluster.manifests import (
     CRD_FILES,
     ROOT,

@@ -18,7 +18,7 @@ import yaml
 
 from g2rpo_ray.tracking.dashboard import ROWS, Panel, dashboard
 from g2rpo_ray.tracking.metrics import read_metrics
-from g2rpo_ray.tracking.table import ALL, known_name
+from g2rpo_ray.tracking.names import ALL, known_name
 from tests.cluster.prometheus import MONITORING, Prometheus, missing, prometheus
 from tests.integration.command import TIMEOUT_S, Command, train, wait_until
 from tests.tiny import tiny_config

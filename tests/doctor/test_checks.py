@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from g2rpo_ray.cluster import Node
+from g2rpo_ray.cluster.demand import Node
 from g2rpo_ray.config import load_config
 from g2rpo_ray.doctor.checks.clock import judge_clock
 from g2rpo_ray.doctor.checks.hardware import check_hardware
@@ -19,8 +19,8 @@ from g2rpo_ray.doctor.checks.secrets import check_secrets
 from g2rpo_ray.doctor.checks.storage import check_space, most_states
 from g2rpo_ray.doctor.checks.versions import check_versions
 from g2rpo_ray.doctor.files import digests, model_problems
+from g2rpo_ray.doctor.findings import Finding, Level, as_json, as_text, fail, ok, warn, worst
 from g2rpo_ray.doctor.probe import Gpu, NodeFacts
-from g2rpo_ray.doctor.report import Finding, Level, as_json, as_text, fail, ok, warn, worst
 from tests.tiny import QUICKSTART, copy_flux, tiny_config
 
 H100 = Gpu("NVIDIA H100", "580.1", 81559, 4)

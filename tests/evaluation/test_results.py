@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from g2rpo_ray.config import RewardSection
 from g2rpo_ray.evaluation.gallery import write_gallery
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import EvaluationError, Row, Weights
@@ -22,6 +21,7 @@ from g2rpo_ray.evaluation.table import (
     table_parts,
     write_table_parquet,
 )
+from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.rollout.answers import HeldoutPictures
 
 BASE = Row(Weights("base", None, "none"), 10)

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.algorithm.sde import SdeStep
-from g2rpo_ray.config import Config, resolve_path
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config
+from g2rpo_ray.maths.sde import SdeStep
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.flux import LatentShape, load_policy
 from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.weights import trainable_parameters
 from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE
-from g2rpo_ray.rollout.engine import RolloutEngine, schedule_of
-from g2rpo_ray.rollout.group import GroupKey
+from g2rpo_ray.sampling.engine import RolloutEngine, schedule_of
+from g2rpo_ray.sampling.group import GroupKey
 from tests.tiny import tiny_config
 
 pytestmark = pytest.mark.gpu

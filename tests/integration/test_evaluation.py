@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo_ray.run import RunFolderError, checkpoint_named
-from g2rpo_ray.sample import sample
+from g2rpo_ray.commands.sample import sample
+from g2rpo_ray.run.folder import RunFolderError, checkpoint_named
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.integration.command import Command, train
 from tests.integration.test_train import config_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from g2rpo_ray.config import Config, config_from_dict
-from g2rpo_ray.learner.checkpoint_folders import list_checkpoints
+from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.integration.command import Command, train, wait_until
 from tests.tiny import tiny_config

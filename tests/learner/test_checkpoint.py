@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.learner import checkpoint
-from g2rpo_ray.learner.checkpoint import (
+from g2rpo_ray.learner.checkpoints import files as checkpoint
+from g2rpo_ray.learner.checkpoints.files import (
     FORMAT,
     OPTIMIZER_FILE,
     WEIGHTS_FILE,
@@ -31,14 +31,14 @@ from g2rpo_ray.learner.checkpoint import (
     write_checkpoint,
     write_rank,
 )
-from g2rpo_ray.learner.checkpoint_folders import (
+from g2rpo_ray.learner.checkpoints.folders import (
     SNAPSHOTS,
     checkpoint_folder,
     delete_old_checkpoints,
     iteration_of,
     list_checkpoints,
 )
-from g2rpo_ray.learner.shards import StatePart, whole_parts
+from g2rpo_ray.learner.checkpoints.parts import StatePart, whole_parts
 from g2rpo_ray.learner.worker import Learner
 from tests.tiny import equal_weights, tiny_config
 

@@ -14,14 +14,14 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoint import CheckpointError, CheckpointInfo
+from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo
+from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerError
-from g2rpo_ray.learner.shards import StatePart
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.learner.worker import Learner
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.weights import WeightMismatchError
-from g2rpo_ray.rollout.group import RolloutGroup
+from g2rpo_ray.sampling.group import RolloutGroup
 from tests.tiny import draw_groups, encode, equal_weights, tiny_config
 
 ROUNDING = 1e-5

@@ -7,15 +7,16 @@ import pytest
 import torch
 from diffusers import FluxPipeline
 
-from g2rpo_ray.algorithm import noise
-from g2rpo_ray.config import Config, resolve_path
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config
+from g2rpo_ray.maths import noise
 from g2rpo_ray.models.flux import FluxPolicy, load_policy
 from g2rpo_ray.models.loading import load_part
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.vae import PictureDecoder
-from g2rpo_ray.rollout.engine import schedule_of
-from g2rpo_ray.rollout.evaluator import Evaluator
-from g2rpo_ray.rollout.sampler import Sampler
+from g2rpo_ray.sampling.engine import schedule_of
+from g2rpo_ray.sampling.evaluator import Evaluator
+from g2rpo_ray.sampling.sampler import Sampler
 from tests.tiny import CAPTIONS, tiny_config
 
 TEXTS = [*CAPTIONS, "", "a cat", "红色圆圈 🔴", "a red circle " * 40]

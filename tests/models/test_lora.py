@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from g2rpo_ray.algorithm import noise
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.maths import noise
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy, load_policy
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.models.lora import coverage

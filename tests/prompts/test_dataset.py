@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo_ray.config import resolve_path
+from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.prompts.dataset import PromptOrder
 from g2rpo_ray.prompts.sources import PromptFileError, read_prompts
 

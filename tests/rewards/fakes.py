@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import Section
+from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
 
 HANG_S = 2.0

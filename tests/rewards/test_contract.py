@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import Section
+from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.contract import ContractError, check_scorer
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer

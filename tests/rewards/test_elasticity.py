@@ -13,8 +13,8 @@ import pytest
 import torch
 from ray import serve
 
-from g2rpo_ray.config import RewardSection
 from g2rpo_ray.rewards.client import RewardClient
+from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.rewards.server import reward_servers
 
 PICTURES = torch.full((4, 8, 8, 3), 255, dtype=torch.uint8)

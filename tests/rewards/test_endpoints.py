@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from pydantic import ValidationError
 
-from g2rpo_ray.rewards import endpoint as endpoint_module
 from g2rpo_ray.rewards.registry import make_scorer, parse_options
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers import endpoint as endpoint_module
 from tests.rewards.judge_server import Answer, FakeEndpoint, serving
 
 PICTURES = torch.arange(3, dtype=torch.uint8)[:, None, None, None].expand(3, 4, 6, 3) * 50

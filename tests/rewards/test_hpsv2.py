@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from g2rpo_ray.rewards.isolated import HPSV2_PACKAGES, make_hpsv2_environment
-from g2rpo_ray.rewards.pictures import as_pictures
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers.isolated import HPSV2_PACKAGES, make_hpsv2_environment
+from g2rpo_ray.rewards.scorers.pictures import as_pictures
 
 ARCHITECTURE = {
     "embed_dim": 64,

@@ -13,9 +13,9 @@ from PIL import Image
 from transformers import BertTokenizer
 
 from g2rpo_ray.rewards.contract import check_scorer
-from g2rpo_ray.rewards.pictures import as_pictures
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rewards.scorers.pictures import as_pictures
 from tests.rewards.test_preprocess import photo_like
 
 PACKAGES = (

@@ -9,8 +9,8 @@ from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 from torch import Tensor
 
-from g2rpo_ray.rewards.preprocess import ClipPreprocess, to_device
 from g2rpo_ray.rewards.registry import make_scorer
+from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
 
 SIZES = [(720, 720), (720, 480), (300, 521), (64, 64), (48, 80), (500, 300)]
 """Height and width: square, landscape, portrait, equal to the tower's size, and smaller."""

@@ -10,11 +10,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from g2rpo_ray.config import load_config, resolve_path
-from g2rpo_ray.rewards.checkpoint_file import load_state_dict
-from g2rpo_ray.rewards.clip_features import ClipFeatures
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import load_config
 from g2rpo_ray.rewards.registry import SCORERS, make_scorer, parse_options
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
+from g2rpo_ray.rewards.scorers.clip_features import ClipFeatures
 from g2rpo_ray.tiny_world.scene import all_scenes, draw
 from tests.tiny import QUICKSTART
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import RewardSection
 from g2rpo_ray.rewards.client import InvalidRewardError, RewardClient
 from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.rewards.server import reward_servers
 
 PICTURES = torch.arange(4, dtype=torch.uint8)[:, None, None, None].expand(4, 8, 8, 3) * 60

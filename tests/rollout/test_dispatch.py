@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from g2rpo_ray.patience import FACTOR, Patience
+from g2rpo_ray.cluster.deadlines import FACTOR, Patience
 from g2rpo_ray.rollout.dispatch import Dispatch
 
 

@@ -13,7 +13,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import Assignment, UpdateReport, update_on_groups
 from g2rpo_ray.models.flux import FluxPolicy
-from g2rpo_ray.rollout.group import RolloutGroup
+from g2rpo_ray.sampling.group import RolloutGroup
 from tests.rollout.tiny import ALGORITHMS, PlainEngine, draw_group, tiny_config, tiny_policy
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from g2rpo_ray.algorithms import Draw, Strategy, make_strategy
 from g2rpo_ray.rollout.answers import BrokenLatentsError
-from g2rpo_ray.rollout.strategies import Draw, Strategy, make_strategy
 from g2rpo_ray.rollout.worker import RolloutWorker
 from tests.rollout.tiny import ALGORITHMS
 from tests.tiny import KnownScores, Redness, encode, tiny_config

@@ -7,16 +7,16 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
-from g2rpo_ray.algorithm.schedule import static_shift_schedule
+from g2rpo_ray.algorithms import make_strategy
 from g2rpo_ray.config import Config, LoraSection, config_from_dict
-from g2rpo_ray.models.embeds import PromptEmbeds
+from g2rpo_ray.maths.schedule import static_shift_schedule
+from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.flux import FluxPolicy, LatentShape
 from g2rpo_ray.models.lora import add_lora
 from g2rpo_ray.prompts.dataset import Prompt
-from g2rpo_ray.rollout.evaluator import Evaluator
-from g2rpo_ray.rollout.group import GroupKey, RolloutGroup
-from g2rpo_ray.rollout.sampler import Sampler
-from g2rpo_ray.rollout.strategies import make_strategy
+from g2rpo_ray.sampling.evaluator import Evaluator
+from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
+from g2rpo_ray.sampling.sampler import Sampler
 
 ALGORITHMS = ["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"]
 LATENT_SIZE = 2

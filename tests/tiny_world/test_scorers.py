@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import resolve_path
-from g2rpo_ray.rewards.checkpoint_file import load_state_dict
-from g2rpo_ray.rewards.image_reward import ImageRewardScorer
-from g2rpo_ray.rewards.open_clip_model import load_clip_features
+from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.rewards.registry import make_scorer
+from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
+from g2rpo_ray.rewards.scorers.image_reward import ImageRewardScorer
+from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
 from g2rpo_ray.tiny_world.scene import all_captions
 from g2rpo_ray.tiny_world.training.pictures import PictureSource
 from g2rpo_ray.tiny_world.training.scorers import (

@@ -21,8 +21,8 @@ from g2rpo_ray.tracking.metrics import (
     known_name,
     read_metrics,
 )
+from g2rpo_ray.tracking.names import markdown_table
 from g2rpo_ray.tracking.sinks import JsonLines
-from g2rpo_ray.tracking.table import markdown_table
 
 ONLY_LINES = TrackingSection(tensorboard=False)
 
@@ -296,6 +296,6 @@ def test_without_ray_nothing_is_exported(tmp_path: Path, endpoint: dict[str, Fak
 def test_the_documentation_holds_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
     assert markdown_table() in page.read_text(encoding="utf-8"), (
-        "docs/metrics.md is behind g2rpo_ray/tracking/table.py; "
-        "run: python -m g2rpo_ray.tracking.table docs/metrics.md"
+        "docs/metrics.md is behind g2rpo_ray/tracking/names.py; "
+        "run: python -m g2rpo_ray.tracking.names docs/metrics.md"
     )

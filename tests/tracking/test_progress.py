@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from g2rpo_ray.tracking.formatting import format_seconds
+from g2rpo_ray.common.formatting import format_seconds
 from g2rpo_ray.tracking.progress import Progress, print_table
 
 VALUES = {"reward/hps/mean": 0.61234, "reward/clip/mean": 0.9, "time/iteration_s": 4.0}

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from g2rpo_ray.config import TrackingSection
-from g2rpo_ray.tracking.charts import Series, line_chart, stacked_bars, ticks
 from g2rpo_ray.tracking.metrics import MetricsLog
-from g2rpo_ray.tracking.report import write_report
+from g2rpo_ray.tracking.report.charts import Series, line_chart, stacked_bars, ticks
+from g2rpo_ray.tracking.report.page import write_report
 from tests.tracking.fake_run import CONFIG, PROMPTS, add_pictures, make_run
 
 VOID = {"meta", "img"}

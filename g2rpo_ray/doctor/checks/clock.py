@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import ray
 from ray.actor import ActorHandle
 
-from g2rpo_ray.doctor.report import Finding, fail, ok, warn
+from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 
 TRIES = 5
 WARN_S, FAIL_S = 1.0, 60.0

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from g2rpo_ray.cluster import Node
+from g2rpo_ray.cluster.demand import Node
+from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 from g2rpo_ray.doctor.probe import NodeFacts
-from g2rpo_ray.doctor.report import Finding, fail, ok, warn
 
 BUSY_MIB = 1024
 LOW_MEMORY_SHARE = 0.1

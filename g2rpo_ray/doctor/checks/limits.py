@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from g2rpo_ray.doctor.findings import Finding, ok, warn
 from g2rpo_ray.doctor.probe import NodeFacts
-from g2rpo_ray.doctor.report import Finding, ok, warn
 
 OBJECT_STORE_GIB = 0.5
 OPEN_FILES = 8192

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from ray.actor import ActorHandle
 
 from g2rpo_ray.config import Config
+from g2rpo_ray.doctor.findings import Finding, fail, ok
 from g2rpo_ray.doctor.probe import ask
-from g2rpo_ray.doctor.report import Finding, fail, ok
 
 REMEDY = "copy or mount the folder on that node, and copy broken files again"
 

@@ -13,9 +13,9 @@ import torch
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from g2rpo_ray.cluster import Node
+from g2rpo_ray.cluster.demand import Node
+from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 from g2rpo_ray.doctor.probe import name_of
-from g2rpo_ray.doctor.report import Finding, fail, ok, warn
 
 GLOO_MIB, NCCL_MIB = 16, 256
 REPEATS = 5

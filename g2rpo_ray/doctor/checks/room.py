@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from g2rpo_ray.cluster import (
+from g2rpo_ray.cluster.demand import (
     Node,
     encoder_demand,
     evaluation_demand,
@@ -13,7 +13,7 @@ from g2rpo_ray.cluster import (
     shortage,
 )
 from g2rpo_ray.config import Config
-from g2rpo_ray.doctor.report import Finding, fail, ok, warn
+from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 
 
 def check_room(config: Config, nodes: Sequence[Node]) -> list[Finding]:

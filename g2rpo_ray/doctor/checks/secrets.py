@@ -8,7 +8,7 @@ from pathlib import Path
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
 from g2rpo_ray.config import Config
-from g2rpo_ray.doctor.report import Finding, fail, ok, warn
+from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 
 
 def check_secrets(config: Config | None) -> list[Finding]:

@@ -5,7 +5,7 @@ import urllib.request
 
 import ray
 
-from g2rpo_ray.doctor.report import Finding, ok, warn
+from g2rpo_ray.doctor.findings import Finding, ok, warn
 
 TIMEOUT_S = 10.0
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from ray.actor import ActorHandle
 
 from g2rpo_ray.config import Config
+from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 from g2rpo_ray.doctor.probe import ask
-from g2rpo_ray.doctor.report import Finding, fail, ok, warn
-from g2rpo_ray.learner.checkpoint_folders import SNAPSHOTS_KEPT
+from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS_KEPT
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.plan.memory import state_bytes
 from g2rpo_ray.plan.networks import policy_size

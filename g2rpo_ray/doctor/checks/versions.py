@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from g2rpo_ray.doctor.findings import Finding, fail, ok
 from g2rpo_ray.doctor.probe import NodeFacts
-from g2rpo_ray.doctor.report import Finding, fail, ok
 
 REMEDY = (
     "use one image or one environment on all nodes (pip install -c constraints.txt), and restart "

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertTokenizer, CLIPConfig, CLIPModel
 
-from g2rpo_ray.rewards.clip_features import ClipFeatures
-from g2rpo_ray.rewards.image_reward import build_model, rate
-from g2rpo_ray.rewards.preprocess import ClipPreprocess, to_device
+from g2rpo_ray.rewards.scorers.clip_features import ClipFeatures
+from g2rpo_ray.rewards.scorers.image_reward import build_model, rate
+from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
 from g2rpo_ray.tiny_world.scene import all_captions
 from g2rpo_ray.tiny_world.training.pictures import PictureSource, blur, to_network, to_pictures
 from g2rpo_ray.tiny_world.training.rewards import OPEN_CLIP_PAD, open_clip_config

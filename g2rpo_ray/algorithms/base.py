@@ -1,0 +1,55 @@
+"""What a strategy gives: the trained stochastic steps, and pictures to score for them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.maths.granularity import RolloutCounts
+from g2rpo_ray.maths.sde import SdeStep
+from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.sampling.group import GroupKey
+from g2rpo_ray.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One prompt drawn by a strategy; see RolloutGroup for the meaning of the dimensions."""
+
+    sde_steps: list[SdeStep]
+    """K trained stochastic steps."""
+    step_indices: list[int]
+    """K indices into the schedule."""
+    latents: Tensor
+    """float32 ``[K, L, tokens, channels]``: x_k."""
+    velocities: Tensor
+    """float32 ``[K, L, tokens, channels]``."""
+    granularities: int
+    """Results of each member."""
+    finished: Iterator[tuple[list[int], Tensor]]
+    """Lazily: (positions among the K steps that these results reward,
+    x_0 float32 ``[granularities, M, tokens, channels]``); together they cover every position."""
+
+
+class Strategy(ABC):
+    """An algorithm's way to draw; stateless, so that any worker can do any prompt."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def trained_steps(self, iteration: int) -> list[int]:
+        """Schedule indices of the trained stochastic steps, in the order of their updates.
+
+        A function of configuration, seed and iteration alone, so that a resumed run is exact.
+        """
+
+    @abstractmethod
+    def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey, iteration: int) -> Draw:
+        """Draw one prompt."""
+
+    @abstractmethod
+    def counts(self, iteration: int) -> RolloutCounts:
+        """What one prompt costs."""

@@ -1,0 +1,108 @@
+"""Reaching a Ray cluster, or starting one on this machine."""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import ray
+from ray.job_config import JobConfig
+
+from g2rpo_ray.cluster.demand import ClusterError
+from g2rpo_ray.cluster.placement import POLL_S
+from g2rpo_ray.common.secrets import looks_secret
+from g2rpo_ray.config import ClusterSection
+
+# Workers get only these and `cluster.environment`: a whole environment in runtime_env breaks Ray's
+# agent, and Ray shows runtime environments in its dashboard and logs.
+WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+HEAD_TRIES, HEAD_TRY_S = 10, 3.0
+"""A head that is just starting gets this many tries."""
+
+
+@contextmanager
+def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
+    """Connect to Ray, or start it on this machine; yields whether it is ours alone.
+
+    Raises:
+        ClusterError: there is no cluster at the address, or it does not let us in.
+    """
+    address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
+    _check_head(address)
+    # A job's runtime_env may set the same variables; Ray refuses that unless ours may replace them.
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    try:
+        ray.init(
+            address=address,
+            include_dashboard=settings.dashboard if address == "local" else None,
+            runtime_env={"env_vars": worker_environment(settings.environment)},
+            job_config=_json_logs(),
+            logging_level=logging.WARNING,
+            # Every role's output is in its own log file; what matters comes back as an answer.
+            log_to_driver=False,
+        )
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ClusterError(
+            f"no Ray cluster at {address!r} (cluster.address or RAY_ADDRESS): {error}"
+        ) from error
+    try:
+        yield address == "local"
+    finally:
+        ray.shutdown()
+
+
+def _json_logs() -> JobConfig:
+    # Of the roles, but not of this process, whose output is for people: so not by logging_config.
+    job = JobConfig()
+    job.set_py_logging_config(ray.LoggingConfig(encoding="JSON", log_level="INFO"))
+    return job
+
+
+def _check_head(address: str) -> None:
+    # Without anybody at the address, ray.init tries for more than two minutes without a word.
+    if address.startswith("ray://"):
+        raise ClusterError(
+            f"{address!r} is a Ray Client address; the driver must run on the cluster: use 'ray "
+            "job submit' (cluster/submit.py), or the head's own address host:port"
+        )
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return
+    error: OSError | None = None
+    for _ in range(HEAD_TRIES):
+        try:
+            socket.create_connection((host, int(port)), timeout=HEAD_TRY_S).close()
+            return
+        except OSError as refused:
+            error = refused
+            time.sleep(POLL_S)
+    raise ClusterError(
+        f"nobody answers at {address!r} (cluster.address or RAY_ADDRESS): {error}. Is the head "
+        "node running ('ray status' there), the port right (6379 unless 'ray start --port' says "
+        "otherwise), and open to this machine?"
+    )
+
+
+def worker_environment(allowed: Sequence[str]) -> dict[str, str]:
+    """Environment of every worker: ours, and what ``cluster.environment`` lets through.
+
+    Raises:
+        ClusterError: a variable that it lets through looks like a secret.
+    """
+    passed = {
+        name: value
+        for name, value in os.environ.items()
+        if any(fnmatchcase(name, pattern) for pattern in allowed)
+    }
+    for name in passed:
+        if looks_secret(name):
+            raise ClusterError(
+                f"cluster.environment lets {name} through, which looks like a secret: Ray shows "
+                "what it passes on in its dashboard and logs. Set it in the nodes' own environment "
+                "(Kubernetes secret, Slurm's job environment) instead"
+            )
+    return WORKER_ENVIRONMENT | passed

@@ -1,0 +1,1 @@
+"""One file for each ``g2rpo COMMAND``: its options, its words, what it does."""

@@ -1,0 +1,73 @@
+"""What every section of settings has in common."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from g2rpo_ray.common.errors import InputError
+
+
+class ConfigError(InputError):
+    """The configuration cannot be used; the message says where, what, and what is allowed."""
+
+
+class Section(BaseModel):
+    """A group of settings: unknown keys, loose types and numbers that are not finite are errors;
+    values cannot change later."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+def check_gpus(gpus: float) -> float:
+    """The number itself, if Ray can give one process so many GPUs.
+
+    Raises:
+        ValueError: it is neither a share of one GPU nor a whole number.
+    """
+    if not (0 <= gpus <= 1 or (gpus > 1 and gpus.is_integer())):
+        raise ValueError(
+            f"{gpus:g} GPUs; one process gets a share of one GPU (0 to 1), or whole GPUs"
+        )
+    return gpus
+
+
+Gpus = Annotated[float, Field(ge=0), AfterValidator(check_gpus)]
+"""GPUs of one process."""
+LARGEST_SHARED = 0.5
+"""The largest share of a card that two processes can have on the same one."""
+
+
+def check_deadlines(min_deadline_s: float, timeout_s: float) -> None:
+    """Refuse a shortest deadline above the longest.
+
+    Raises:
+        ValueError: it is above.
+    """
+    if min_deadline_s > timeout_s:
+        raise ValueError(
+            f"min_deadline_s is {min_deadline_s:g} and timeout_s is {timeout_s:g}, which would cut "
+            "it off; make min_deadline_s at most timeout_s"
+        )
+
+
+def problems(error: ValidationError) -> list[str]:
+    """What is wrong, a line for each: key, cause, value."""
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown key (value {problem['input']!r:.60})")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: missing, it has no default")
+        elif problem["type"] == "value_error":
+            lines.append(f"{key}: {message}" if key else message)
+        else:
+            lines.append(f"{key}: {message} (got {problem['input']!r:.60})")
+    return lines

@@ -1,0 +1,74 @@
+"""Where a run's states lie: checkpoints and snapshots by iteration, and which of them are kept."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from g2rpo_ray.learner.checkpoints.parts import CheckpointError
+
+SNAPSHOTS = "snapshots"
+"""Folder, laid out like a run's, of the states that are kept only until the next checkpoint."""
+SNAPSHOTS_KEPT = 2
+
+
+def checkpoint_folder(run_dir: Path, iteration: int) -> Path:
+    return run_dir / "checkpoints" / f"iteration_{iteration:06d}"
+
+
+def iteration_of(folder: Path) -> int:
+    """Iteration that a checkpoint's folder is named after."""
+    return int(folder.name.removeprefix("iteration_"))
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    return sorted((run_dir / "checkpoints").glob("iteration_" + 6 * "[0-9]"))
+
+
+def delete_old_checkpoints(
+    run_dir: Path, keep_last: int, newest: Path, keep_also: Sequence[int] = ()
+) -> None:
+    """Keep the last ones up to ``newest``, which was just written, and those of some iterations.
+
+    Later ones are of a history that a resume from an older checkpoint gave up; kept, they would be
+    what the next ``--resume auto`` takes. Snapshots are of no use beside a newer checkpoint.
+
+    Raises:
+        CheckpointError: one cannot be deleted.
+    """
+    _delete([folder for folder in list_checkpoints(run_dir) if folder > newest])
+    checkpoints = list_checkpoints(run_dir)
+    also = [checkpoint_folder(run_dir, iteration) for iteration in keep_also]
+    kept = [*checkpoints[-keep_last:], *also]
+    _delete([folder for folder in checkpoints if folder not in kept])
+    _delete(list_checkpoints(run_dir / SNAPSHOTS))
+    shutil.rmtree(run_dir / SNAPSHOTS, ignore_errors=True)
+
+
+def list_states(run_dir: Path) -> list[Path]:
+    """Checkpoints and snapshots of a run, oldest first; of one iteration the snapshot last."""
+    states = list_checkpoints(run_dir) + list_checkpoints(run_dir / SNAPSHOTS)
+    return sorted(states, key=iteration_of)
+
+
+def delete_states_from(run_dir: Path, iteration: int) -> None:
+    """Delete a run's checkpoints and snapshots of ``iteration`` and later.
+
+    Raises:
+        CheckpointError: one cannot be deleted.
+    """
+    _delete([state for state in list_states(run_dir) if iteration_of(state) >= iteration])
+
+
+def _delete(folders: Sequence[Path]) -> None:
+    try:
+        # All first: a process that ends in between leaves none of them under its name.
+        for hidden in [hide(folder) for folder in folders]:
+            shutil.rmtree(hidden)
+    except OSError as error:
+        raise CheckpointError(f"{folders[0].parent}: not all could be deleted: {error}") from error
+
+
+def hide(folder: Path) -> Path:
+    """Take a state's name from its folder, to be deleted: half of one must not bear it."""
+    return folder.rename(folder.with_name(f".{folder.name}.deleted"))

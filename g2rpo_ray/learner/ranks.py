@@ -1,0 +1,306 @@
+"""LearnerGroup: the ranks seen as one learner by the driver, and rebuilt when one of them dies."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from g2rpo_ray.cluster.deadlines import Patience
+from g2rpo_ray.cluster.postmortem import Place, own_place, report
+from g2rpo_ray.config import Config
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, is_checkpoint_of
+from g2rpo_ray.learner.engine import LearnerError
+from g2rpo_ray.learner.update import StepRecord, UpdateReport
+from g2rpo_ray.learner.waiting import GRACE_S, GroupsLostError, RankLostError, answers_of
+from g2rpo_ray.learner.worker import Learner
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LearnerUpdate:
+    """One iteration's update over all ranks."""
+
+    records: list[StepRecord]
+    """Every (group, SDE step) once, in the order of group and position."""
+    grad_norms: list[float]
+    learning_rate: float
+
+    @property
+    def taught(self) -> bool:
+        """Whether any group was trained on; else the weights are as they were."""
+        return any(record.valid for record in self.records)
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A state that the ranks have copied and are writing."""
+
+    folder: Path
+    info: CheckpointInfo
+    keep_also: Sequence[int]
+    updates: int
+    """How many of the kept updates it contains."""
+
+
+class LearnerGroup:
+    """Starts the ranks and calls them together.
+
+    A rank that dies or hangs takes the group down. It is rebuilt from the newest state on the disk,
+    makes the updates since then again with the same groups, and repeats the call: the same bits as
+    if nothing had happened. Safe to call from several threads, one call at a time.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        placement: PlacementGroup,
+        checkpoint: Path | None,
+        tell: Callable[[str], None] = print,
+        version: int = 0,
+    ) -> None:
+        """
+        Args:
+            placement: rank r runs in bundle r.
+            checkpoint: folder to continue from.
+            version: of the weights there.
+            tell: told of failures and rebuilds.
+        """
+        settings = config.learner
+        self._config, self._placement, self._tell = config, placement, tell
+        self._timeout_s = settings.timeout_s
+        self.lock = threading.RLock()
+        """Held during every call; hold it to keep weights and ``version`` together."""
+        self.version = version
+        """Of the weights of now: one more after every ``update``."""
+        self._state: Path | None = checkpoint
+        self._updates: list[list[ray.ObjectRef]] = []
+        """Groups of every update since ``_state``."""
+        self._writing: _Writing | None = None
+        self._failures: deque[float] = deque()
+        self.rebuilds = 0
+        self.busy_s = 0.0
+        """Time that updates took, since the start."""
+        self.written_s = 0.0
+        """Time that the slowest rank wrote states in the background, since the start."""
+        self.saved_unix_s: float | None = None
+        """When the last of them was found whole."""
+        self.ranks: list[ActorHandle] = []
+        self._places: list[Place] = []
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def update(self, groups: Sequence[ray.ObjectRef]) -> LearnerUpdate:
+        """Train on one iteration's groups, given in id order.
+
+        Raises:
+            GroupsLostError: groups were lost with their node; the learner is as before the call.
+            LearnerError: too many failures, or one that would come again.
+            CheckpointError: the state under way could not be written.
+        """
+        with self.lock:
+            self._recovering(lambda: self._settle(wait=False))
+            update = self._recovering(lambda: self._update(list(groups)))
+            self._updates.append(list(groups))
+            self.version += 1
+            return update
+
+    def export_weight_refs(self, version: int) -> tuple[ray.ObjectRef, ray.ObjectRef]:
+        """References to (receipt, weights) of rank 0, put into the object store once."""
+
+        def export() -> tuple[ray.ObjectRef, ray.ObjectRef]:
+            calls = [
+                rank.export_weights.options(num_returns=2).remote(version) for rank in self.ranks
+            ]
+            self._answers([receipt for receipt, _ in calls], "export")
+            return calls[0][0], calls[0][1]
+
+        return self._recovering(export)
+
+    def heal(self) -> bool:
+        """Look whether a rank died or hangs outside of a call made here; True after a rebuild."""
+
+        def ask() -> None:
+            asked = [rank.__ray_call__.remote(own_place) for rank in self.ranks]
+            self._answers(asked, "heal", GRACE_S)
+
+        with self.lock:
+            rebuilds = self.rebuilds
+            self._recovering(ask)
+            return self.rebuilds > rebuilds
+
+    def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
+        """Begin to write the state of now; returns when every rank has copied its part.
+
+        One state is written at a time: this waits for the one before.
+
+        Args:
+            keep_also: iterations whose checkpoints outlive ``checkpoint.keep_last``.
+
+        Raises:
+            CheckpointError: this one cannot be begun, or the one before could not be written.
+        """
+        with self.lock:
+            self.finish_save()
+            writing = _Writing(folder, info, keep_also, len(self._updates))
+            self._recovering(lambda: self._begin_save(writing))
+            self._writing = writing
+
+    def finish_save(self) -> None:
+        """Return when the state under way, if any, is whole on the disk.
+
+        Raises:
+            CheckpointError: it could not be written; those before are kept.
+        """
+        with self.lock:
+            self._recovering(self._settle)
+
+    def checksum(self) -> str:
+        """Of the trainable weights as they are now."""
+        checksum: str = self._recovering(
+            lambda: self._answers([rank.checksum.remote() for rank in self.ranks], "checksum")[0]
+        )
+        return checksum
+
+    def close(self) -> None:
+        """End every rank."""
+        for rank in self.ranks:
+            ray.kill(rank)
+
+    def _start(self) -> None:
+        settings = self._config.learner
+        # The first update after a start compiles; only then is there a duration to compare with.
+        self._patience = Patience(settings.timeout_s, settings.min_deadline_s)
+        self.ranks = [
+            ray.remote(Learner)
+            .options(
+                num_cpus=settings.cpus_per_rank,
+                num_gpus=settings.gpus_per_rank,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._placement, placement_group_bundle_index=rank
+                ),
+            )
+            .remote(self._config, rank)
+            for rank in range(settings.ranks)
+        ]
+        self._places = []
+        timeout_s = self._config.cluster.start_timeout_s
+        asked = [rank.__ray_call__.remote(own_place) for rank in self.ranks]
+        self._places = self._answers(asked, "placement", timeout_s)
+        address, port = self._answers([self.ranks[0].free_address.remote()], "address")[0]
+        started = [rank.start.remote(address, port, self._state) for rank in self.ranks]
+        self.coverage: str = self._answers(started, "start", timeout_s)[0]
+        self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
+        """Ranks that hold a part of the weights which no other rank can send."""
+
+    def _update(self, groups: list[ray.ObjectRef]) -> LearnerUpdate:
+        started_s = time.monotonic()
+        reports: list[UpdateReport] = self._answers(
+            [rank.update.remote(groups) for rank in self.ranks],
+            "update",
+            self._patience.deadline_s,
+        )
+        seconds = time.monotonic() - started_s
+        self._patience.record(seconds)
+        self.busy_s += seconds
+        records = [record for report in reports for record in report.records]
+        records.sort(key=lambda record: (record.group_id, record.position))
+        return LearnerUpdate(records, reports[0].grad_norms, reports[0].learning_rate)
+
+    def _recovering(self, call: Callable[[], T]) -> T:
+        """Make a call; rebuild and repeat when a rank is lost, as often as is allowed."""
+        with self.lock:
+            lost: LearnerError | None = None
+            failures = 0
+            while True:
+                try:
+                    if lost is not None:
+                        self._rebuild()
+                        if isinstance(lost, GroupsLostError):
+                            raise lost
+                    return call()
+                except RankLostError as error:
+                    lost = error
+                except GroupsLostError as error:
+                    if lost is error:
+                        raise
+                    lost = error
+                failures += 1
+                self._count(lost, failures)
+
+    def _count(self, error: LearnerError, in_this_call: int) -> None:
+        settings, now_s = self._config.learner, time.monotonic()
+        self._failures.append(now_s)
+        while now_s - self._failures[0] > settings.failure_window_s:
+            self._failures.popleft()
+        # One that hangs every time may take longer to fail again than the window is long.
+        if max(len(self._failures), in_this_call) > settings.max_failures:
+            raise LearnerError(
+                f"{error}\nThat is failure {in_this_call} of this call, and "
+                f"{len(self._failures)} within {settings.failure_window_s:g} s; "
+                f"learner.max_failures is {settings.max_failures}.\n{self._report()}\n"
+                "--resume auto continues from the last snapshot or checkpoint"
+            ) from error
+        self._tell(f"{error}; rebuilding the learner")
+
+    def _rebuild(self) -> None:
+        """From the newest state, with the updates since then made again.
+
+        A state that was being written is written again, from the weights of then.
+        """
+        self.close()
+        # It has its name only since it is whole, and may have got it before the rank was lost.
+        if self._writing is not None and is_checkpoint_of(self._writing.folder, self._writing.info):
+            self._take(self._writing)
+        self._start()
+        writing = self._writing
+        before = writing.updates if writing is not None else 0
+        for groups in self._updates[:before]:
+            self._update(groups)
+        if writing is not None:
+            self._begin_save(writing)
+        for groups in self._updates[before:]:
+            self._update(groups)
+        self.rebuilds += 1
+
+    def _begin_save(self, state: _Writing) -> None:
+        arguments = state.folder, state.info, state.keep_also
+        calls = [rank.begin_save.remote(*arguments) for rank in self.ranks]
+        self._answers(calls, "checkpoint")
+
+    def _settle(self, wait: bool = True) -> None:
+        if self._writing is None:
+            return
+        calls = [rank.finish_save.remote(wait) for rank in self.ranks]
+        seconds = self._answers(calls, "end of the checkpoint")
+        if None not in seconds:
+            self.written_s += max(seconds)
+            self.saved_unix_s = time.time()
+            self._take(self._writing)
+
+    def _take(self, written: _Writing) -> None:
+        self._state, self._writing = written.folder, None
+        del self._updates[: written.updates]
+
+    def _answers(
+        self, refs: list[ray.ObjectRef], phase: str, timeout_s: float | None = None
+    ) -> list[Any]:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        return answers_of(refs, phase, limit_s, self._tell)
+
+    def _report(self) -> str:
+        return "\n".join(
+            report(f"learner rank {rank}", place, "as found now")
+            for rank, place in enumerate(self._places)
+        )

@@ -1,0 +1,153 @@
+"""Which models a configuration names, and where on the hub they are."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config
+from g2rpo_ray.rewards.registry import SCORERS
+from g2rpo_ray.rewards.scorers.endpoint import EndpointOptions
+
+
+class DownloadError(InputError):
+    """A model cannot be fetched; the message says which, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on the hub."""
+
+    repo: str
+    revision: str | None
+    """Commit. None: the branch ``main`` as it is at the first download, and that commit from then
+    on (it is written down beside the files)."""
+    patterns: tuple[str, ...]
+    """Files that are used, with ``*`` and ``?``."""
+    one_of: tuple[str, ...] = ()
+    """Of these files the first that there is: the same weights in several formats."""
+    terms: str = ""
+    """What must be accepted before the hub gives it out."""
+
+    def wanted(self, files: Sequence[str]) -> list[str]:
+        """The files of the repository that are used."""
+        names = [f for f in files if any(fnmatchcase(f, pattern) for pattern in self.patterns)]
+        return sorted(names + [file for file in self.one_of if file in files][:1])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A folder or file that a configuration expects."""
+
+    setting: str
+    """The setting that names it."""
+    path: Path
+    source: Source | None
+    """None: not in the catalogue."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the repository's files go; a target of one file lies in it under its own name."""
+        return self.path.parent if self.is_file else self.path
+
+    @property
+    def is_file(self) -> bool:
+        return self.source is not None and self.source.patterns == (self.path.name,)
+
+
+_CLIP_FILES = (
+    "open_clip_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "vocab.json", "merges.txt",
+)  # fmt: skip
+_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+_HPS = ("xswu/HPSv2", "697403c78157020a1ae59d23f111aa58ced35b0a")
+_IMAGE_REWARD = ("zai-org/ImageReward", "5736be03b2652728fb87788c9797b0570450ab72")
+
+CATALOGUE: dict[str, Source] = {
+    "FLUX.1-dev": Source(
+        "black-forest-labs/FLUX.1-dev",
+        "3de623fc3c33e44ffbe2bad470d0f45bccf2eb21",
+        # Not the single-file copies of transformer and VAE beside them.
+        ("model_index.json", "scheduler/*", "text_encoder/*", "text_encoder_2/*", "tokenizer/*",
+         "tokenizer_2/*", "transformer/*", "vae/*"),
+        terms="FLUX.1 [dev]'s non-commercial licence",
+    ),
+    "HPS_v2.1_compressed.pt": Source(*_HPS, ("HPS_v2.1_compressed.pt",)),
+    "HPS_v2_compressed.pt": Source(*_HPS, ("HPS_v2_compressed.pt",)),
+    # Public code names the first, open_clip the second.
+    **{
+        name: Source(f"apple/{name}", None, _CLIP_FILES, _CLIP_WEIGHTS)
+        for name in ("DFN5B-CLIP-ViT-H-14-384", "DFN5B-CLIP-ViT-H-14-378")
+    },
+    "CLIP-ViT-H-14-laion2B-s32B-b79K": Source(
+        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        "1c2b8495b28150b8a4922ee1c8edee224c284c0c",
+        _CLIP_FILES,
+        _CLIP_WEIGHTS,
+    ),
+    "PickScore_v1": Source(
+        "yuvalkirstain/PickScore_v1",
+        "a4e4367c6dfa7288a00c550414478f865b875800",
+        ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json",
+         "special_tokens_map.json", "vocab.json", "merges.txt"),
+        ("model.safetensors", "pytorch_model.bin"),
+    ),
+    "ImageReward": Source(*_IMAGE_REWARD, ("ImageReward.pt", "med_config.json")),
+    "ImageReward.pt": Source(*_IMAGE_REWARD, ("ImageReward.pt",)),
+    "G2RPO": Source("yujieouo/G2RPO", None, ("config.json", "*.safetensors")),
+}  # fmt: skip
+"""Source by the name of the folder or file that it goes to."""
+
+
+def targets_of(config: Config, also: Sequence[str] = ()) -> list[Target]:
+    """Everything that a configuration expects on the disk and the package does not hold itself.
+
+    Args:
+        also: further folders or files, by a path that ends in a name of the catalogue.
+
+    Raises:
+        DownloadError: a name in ``also`` is not in the catalogue.
+    """
+    for name in also:
+        if Path(name).name not in CATALOGUE:
+            raise DownloadError(
+                f"--also {name}: not known; its last part must be one of {', '.join(CATALOGUE)}"
+            )
+    named = [("model.path", config.model.path), *reward_paths(config)]
+    named += [("--also", name) for name in also]
+    targets: dict[Path, Target] = {}
+    for setting, value in named:
+        path = resolve_path(value)
+        targets.setdefault(path, Target(setting, path, CATALOGUE.get(path.name)))
+    return [target for target in targets.values() if not _ships(target)]
+
+
+def reward_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Setting and value of every option of a scorer that names a file or folder."""
+    for name, reward in config.rewards.items():
+        for option, value in reward.options.items():
+            if not isinstance(value, str):
+                continue
+            path = value.removeprefix("local-dir:")
+            if _behind_http(reward.kind):
+                # A model's name with the endpoint, or words for a judge, may look like paths.
+                is_path = option == "ca_file"
+            else:
+                # An architecture's or module's name is no path.
+                is_path = path != value or Path(path).name in CATALOGUE or _looks_like_path(path)
+            if is_path:
+                yield f"rewards.{name}.options.{option}", path
+
+
+def _behind_http(kind: str) -> bool:
+    return kind in SCORERS and issubclass(SCORERS[kind].Options, EndpointOptions)
+
+
+def _looks_like_path(value: str) -> bool:
+    return "://" not in value and ("/" in value or value.endswith((".pt", ".pth", ".safetensors")))
+
+
+def _ships(target: Target) -> bool:
+    return target.path.is_relative_to(resolve_path("tiny_world:"))

@@ -1,0 +1,43 @@
+"""The arithmetic of an iteration, printed before anything starts."""
+
+from g2rpo_ray.algorithms import make_strategy
+from g2rpo_ray.config import Config
+from g2rpo_ray.maths.granularity import RolloutCounts
+
+
+def updates_per_iteration(config: Config, counts: RolloutCounts) -> int:
+    """Optimizer steps of an iteration."""
+    return counts.groups if config.learner.update == "per_sde_step" else 1
+
+
+def describe(config: Config) -> str:
+    """``arithmetic`` as lines to print."""
+    return "\n".join(f"{name:>15}  {text}" for name, text in arithmetic(config).items())
+
+
+def arithmetic(config: Config) -> dict[str, str]:
+    """What the first iteration makes, and the whole run, in numbers."""
+    sampling, prompts = config.sampling, config.sampling.prompts_per_iteration
+    strategy = make_strategy(config)
+    counts = strategy.counts(0)
+    # Not iterations times the first one: a window that moves changes what a prompt costs.
+    run_evaluations = prompts * sum(
+        strategy.counts(iteration).evaluations for iteration in range(config.iterations)
+    )
+    rewards = ", ".join(
+        f"{name} (weight {reward.weight:g})" if reward.weight else f"{name} (evaluated only)"
+        for name, reward in sorted(config.rewards.items())
+    )
+    return {
+        "algorithm": f"{config.algorithm}, {sampling.steps} steps, {sampling.sde} SDE, "
+        f"eta {sampling.eta:g}, {sampling.width}x{sampling.height}",
+        "rewards": rewards,
+        "prompts": f"{prompts} an iteration, {prompts * config.iterations} in all",
+        "trained steps": ", ".join(map(str, strategy.trained_steps(0))),
+        "groups": f"{prompts * counts.groups} of {sampling.members} members",
+        "pictures": f"{prompts * counts.pictures} decoded and scored",
+        "evaluations": f"{prompts * counts.evaluations} ({counts.evaluations} a prompt), "
+        f"{run_evaluations} in all",
+        "learner passes": f"{prompts * counts.learner_passes} over {config.learner.ranks} rank(s)",
+        "updates": f"{updates_per_iteration(config, counts)} ({config.learner.update})",
+    }

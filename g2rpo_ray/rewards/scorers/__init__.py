@@ -1,0 +1,1 @@
+"""One file for each scorer, and what several of them share."""

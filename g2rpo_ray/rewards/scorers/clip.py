@@ -1,0 +1,33 @@
+"""CLIP score: text-image similarity of any open_clip model, with open_clip's preprocessing."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.rewards.scorer import RewardScorer
+from g2rpo_ray.rewards.scorers.clip_features import ClipOptions
+from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
+
+
+class ClipScorer(RewardScorer):
+    """Cosine of image and caption under an open_clip model from a local folder."""
+
+    class Options(ClipOptions):
+        """Settings of the ``clip`` scorer."""
+
+        architecture: str
+        """``local-dir:FOLDER`` with open_clip_config.json and weights, or an open_clip name."""
+        checkpoint: str | None = None
+        """Weights file; needed with an open_clip name, else the folder's own are taken."""
+
+    kind = "clip"
+
+    def __init__(self, options: Section, device: str) -> None:
+        assert isinstance(options, self.Options)
+        self._features = load_clip_features(
+            options.architecture, options.checkpoint, device, options.dtype
+        )
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self._features.similarity(pictures, prompts)

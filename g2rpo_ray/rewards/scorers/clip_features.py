@@ -1,0 +1,63 @@
+"""Features of a CLIP model and their cosine, shared by every scorer that is built on one."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.rewards.scorers.preprocess import to_device
+
+CACHED_PROMPTS = 4096
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ClipOptions(Section):
+    """Settings of every scorer with a CLIP tower."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What the towers compute in; features are normalised and compared in float32."""
+
+
+class ClipFeatures:
+    """Normalised image and text features."""
+
+    def __init__(
+        self,
+        encode_image: Callable[[Tensor], Tensor],
+        encode_text: Callable[[str], Tensor],
+        preprocess: Callable[[Tensor], Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """
+        Args:
+            encode_image: ``[B, 3, h, w]`` of ``dtype`` on ``device`` -> ``[B, D]``.
+            encode_text: a text -> ``[D]``.
+            preprocess: float32 ``[B, 3, H, W]``, 0 to 255 -> float32 ``[B, 3, h, w]``.
+        """
+        self._encode_image, self._encode_text = encode_image, encode_text
+        self._preprocess, self._device, self._dtype = preprocess, device, dtype
+        self._text = lru_cache(CACHED_PROMPTS)(self._normalised_text)
+
+    @torch.inference_mode()
+    def image(self, pictures: Tensor) -> Tensor:
+        """uint8 ``[B, H, W, 3]`` on the CPU -> float32 ``[B, D]`` on the device."""
+        images = self._preprocess(to_device(pictures, self._device)).to(self._dtype)
+        return normalize(self._encode_image(images).float(), dim=-1)
+
+    @torch.inference_mode()
+    def text(self, prompts: Sequence[str]) -> Tensor:
+        """B texts -> float32 ``[B, D]`` on the device; each is encoded once."""
+        return torch.stack([self._text(prompt) for prompt in prompts])
+
+    @torch.inference_mode()
+    def similarity(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        """Cosine of each picture and its text: float32 ``[B]`` on the CPU."""
+        return (self.image(pictures) * self.text(prompts)).sum(dim=-1).cpu()
+
+    def _normalised_text(self, prompt: str) -> Tensor:
+        return normalize(self._encode_text(prompt).float(), dim=-1)

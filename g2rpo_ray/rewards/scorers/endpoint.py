@@ -1,0 +1,164 @@
+"""Asking an HTTP endpoint: deadlines, retries, a limit on what runs at once; TLS is verified."""
+
+import base64
+import io
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from PIL import Image
+from pydantic import Field
+from torch import Tensor
+
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.rewards.scorer import ScorerError
+
+MAX_ANSWER_BYTES = 16 * 2**20
+FIRST_PAUSE_S = 0.5
+PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+"""Answers after which another try may help."""
+
+Item = TypeVar("Item")
+
+
+class EndpointOptions(Section):
+    """Settings of every scorer behind HTTP."""
+
+    url: str = Field(pattern=r"^https?://")
+    """Address of the endpoint."""
+    timeout_s: float = Field(60.0, gt=0)
+    """A call with all its tries takes at most this."""
+    tries: int = Field(4, ge=1)
+    """Tries of a call, with growing pauses between; only after failures that may pass."""
+    concurrency: int = Field(8, ge=1)
+    """Calls under way at once, for each replica."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key (sent as a bearer token); never the key."""
+    ca_file: str | None = None
+    """Certificates to trust instead of the usual ones, such as a company's own."""
+
+
+class _PassingError(Exception):
+    """This try failed; the next may not."""
+
+    def __init__(self, cause: str, pause_s: float = 0.0) -> None:
+        super().__init__(cause)
+        self.pause_s = pause_s
+
+
+class Endpoint:
+    """JSON in, JSON out."""
+
+    def __init__(self, options: EndpointOptions, url: str) -> None:
+        import requests
+
+        self._options, self._url = options, url
+        self._session = requests.Session()
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=options.concurrency)
+        self._session.mount("http://", adapter)
+        self._session.mount("https://", adapter)
+        # Given with each call: the session's own gives way to REQUESTS_CA_BUNDLE.
+        self._verify: bool | str = True
+        if options.ca_file is not None:
+            ca_file = resolve_path(options.ca_file)
+            if not ca_file.is_file():
+                raise ScorerError(f"{ca_file}: no such file (options.ca_file)")
+            self._verify = str(ca_file)
+        self._key = ""
+        if options.api_key_env is not None:
+            self._key = os.environ.get(options.api_key_env, "")
+            if not self._key:
+                raise ScorerError(
+                    f"environment variable {options.api_key_env} (options.api_key_env) is not set "
+                    "where the scorer runs"
+                )
+            self._session.headers["Authorization"] = f"Bearer {self._key}"
+
+    def post(self, payload: dict[str, Any]) -> Any:
+        """The JSON that the endpoint answers.
+
+        Raises:
+            ScorerError: no usable answer within tries and time-out, with the last cause.
+        """
+        deadline_s = time.monotonic() + self._options.timeout_s
+        for attempt in range(1, self._options.tries + 1):
+            try:
+                return self._try(payload, deadline_s)
+            except _PassingError as error:
+                cause, pause_s = str(error), max(error.pause_s, FIRST_PAUSE_S * 2 ** (attempt - 1))
+            if attempt == self._options.tries or time.monotonic() + pause_s > deadline_s:
+                break
+            time.sleep(pause_s)
+        raise self._error(
+            f"{cause}; gave up after try {attempt} of {self._options.tries} "
+            f"(timeout_s {self._options.timeout_s:g})"
+        )
+
+    def for_each(self, call: Callable[[Item], float], items: Sequence[Item]) -> list[float]:
+        """``call`` of every item, so many at once as ``concurrency`` allows; in their order."""
+        with ThreadPoolExecutor(self._options.concurrency) as pool:
+            return list(pool.map(call, items))
+
+    def _try(self, payload: dict[str, Any], deadline_s: float) -> Any:
+        import requests
+
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise _PassingError("no answer in time")
+        try:
+            with self._session.post(
+                self._url,
+                json=payload,
+                timeout=remaining_s,
+                verify=self._verify,
+                stream=True,
+                allow_redirects=False,
+            ) as response:
+                body = self._read(response, deadline_s)
+        except requests.exceptions.SSLError as error:
+            raise self._error(f"TLS certificate refused: {error}") from error
+        except requests.exceptions.Timeout as error:
+            raise _PassingError("no answer in time") from error
+        except requests.exceptions.RequestException as error:
+            raise _PassingError(f"no connection: {error}") from error
+        if response.status_code in PASSING_STATUS:
+            after = response.headers.get("Retry-After", "")
+            pause_s = float(after) if after.isdigit() else 0.0
+            raise _PassingError(f"status {response.status_code}: {_excerpt(body)}", pause_s)
+        if response.status_code != 200:
+            raise self._error(f"status {response.status_code}: {_excerpt(body)}")
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise self._error(f"answered no JSON: {_excerpt(body)}") from error
+
+    @staticmethod
+    def _read(response: Any, deadline_s: float) -> bytes:
+        # requests' time-out is for each piece: a server that trickles would never end.
+        body = b""
+        for piece in response.iter_content(64 * 1024):
+            body += piece
+            if time.monotonic() > deadline_s:
+                raise _PassingError("no whole answer in time")
+            if len(body) > MAX_ANSWER_BYTES:
+                raise ScorerError(f"answered more than {MAX_ANSWER_BYTES} bytes")
+        return body
+
+    def _error(self, cause: str) -> ScorerError:
+        message = f"{self._url}: {cause}"
+        return ScorerError(message.replace(self._key, "***") if self._key else message)
+
+
+def png_base64(picture: Tensor) -> str:
+    """uint8 ``[H, W, 3]`` as base64 of a PNG file."""
+    file = io.BytesIO()
+    Image.fromarray(picture.numpy()).save(file, "PNG", compress_level=1)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def _excerpt(body: bytes) -> str:
+    return repr(body[:200].decode("utf-8", "replace"))

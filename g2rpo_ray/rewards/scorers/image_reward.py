@@ -1,0 +1,192 @@
+"""ImageReward (arXiv 2304.05977): BLIP reads picture and prompt together, a small head scores them.
+
+Its package needs an old transformers; here its checkpoint runs on transformers' own BLIP.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
+from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
+
+MAX_TOKENS = 35
+MEAN, STD = 0.16717362830052426, 1.0333394966054072
+"""Of the scores that the published model gave its authors' data."""
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+UNUSED = ("blip.vision_proj.", "blip.text_proj.")
+"""Projections of BLIP's pre-training, which the score does not use."""
+_BLOCK = r"^blip\.visual_encoder\.blocks\.(\d+)\."
+_LAYER = r"vision.encoder.layers.\1."
+RENAMED = [
+    (r"^blip\.text_encoder\.", "text."),
+    (r"^mlp\.layers\.", "head."),
+    (r"^blip\.visual_encoder\.cls_token$", "vision.embeddings.class_embedding"),
+    (r"^blip\.visual_encoder\.pos_embed$", "vision.embeddings.position_embedding"),
+    (r"^blip\.visual_encoder\.patch_embed\.proj\.", "vision.embeddings.patch_embedding."),
+    (r"^blip\.visual_encoder\.norm\.", "vision.post_layernorm."),
+    (_BLOCK + r"attn\.qkv\.", _LAYER + "self_attn.qkv."),
+    (_BLOCK + r"attn\.proj\.", _LAYER + "self_attn.projection."),
+    (_BLOCK + r"norm(\d)\.", _LAYER + r"layer_norm\2."),
+    (_BLOCK + r"mlp\.", _LAYER + "mlp."),
+]
+"""Names in the checkpoint -> names in transformers' modules."""
+
+
+class ImageRewardScorer(RewardScorer):
+    """About -2 to 2; 0 is the mean of the published model's data."""
+
+    class Options(Section):
+        """Settings of the ``image_reward`` scorer."""
+
+        checkpoint: str
+        """``ImageReward.pt``, or the same tensors in a safetensors file."""
+        med_config: str
+        """``med_config.json`` that lies beside it: the text encoder's sizes."""
+        tokenizer: str
+        """Folder with BERT's tokenizer (``bert-base-uncased``)."""
+        dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+        """What both encoders compute in; the head computes in float32."""
+
+    kind = "image_reward"
+
+    def __init__(self, options: Section, device: str) -> None:
+        from transformers import AutoTokenizer
+
+        from g2rpo_ray.rewards.scorers.clip_features import DTYPES
+
+        assert isinstance(options, self.Options)
+        checkpoint, med_config = resolve_path(options.checkpoint), resolve_path(options.med_config)
+        tokenizer_folder = resolve_path(options.tokenizer)
+        if not (tokenizer_folder / "tokenizer_config.json").is_file():
+            raise ScorerError(f"{tokenizer_folder}: no tokenizer_config.json in it")
+        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+        state = renamed(load_state_dict(checkpoint))
+        self._model = build_model(state, read_json(med_config), checkpoint)
+        load_weights(self._model, state, checkpoint)
+        self._device, self._dtype = torch.device(device), DTYPES[options.dtype]
+        self._model.to(self._device).eval()
+        for part in ("vision", "text"):
+            self._model[part].to(self._dtype)
+        vision: Any = self._model["vision"]
+        side = vision.config.image_size
+        self._preprocess = ClipPreprocess((side, side), CLIP_MEAN, CLIP_STD)
+
+    @torch.inference_mode()
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        images = self._preprocess(to_device(pictures, self._device)).to(self._dtype)
+        seen = self._model["vision"](images).last_hidden_state
+        tokens = self._tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=MAX_TOKENS,
+            return_tensors="pt",
+        ).to(self._device)  # fmt: skip
+        scores = rate(self._model, seen, tokens.input_ids, tokens.attention_mask)
+        return ((scores - MEAN) / STD).cpu()
+
+
+def rate(model: nn.ModuleDict, seen: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Scores ``[B]``, before they are centred and scaled, of what ``vision`` has seen and texts."""
+    read = model["text"](
+        token_ids,
+        attention_mask=attention_mask,
+        encoder_hidden_states=seen,
+        encoder_attention_mask=torch.ones(seen.shape[:2], device=seen.device),
+    ).last_hidden_state
+    scores: Tensor = model["head"](read[:, 0].float()).squeeze(-1)
+    return scores
+
+
+def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The checkpoint's tensors under the names of ``build_model``."""
+    result = {}
+    for name, tensor in state.items():
+        if name.startswith(UNUSED) or name.endswith("position_ids"):
+            continue
+        for pattern, replacement in RENAMED:
+            name = re.sub(pattern, replacement, name)
+        result[name] = tensor
+    return result
+
+
+def build_model(state: dict[str, Tensor], text: dict[str, Any], source: Path) -> nn.ModuleDict:
+    """Both encoders and the head, without weights, in the sizes that the weights have.
+
+    Raises:
+        ScorerError: they lack what the sizes are read from, or med_config is another model's.
+    """
+    from transformers import BlipTextConfig, BlipVisionConfig
+    from transformers.models.blip.modeling_blip import BlipVisionModel
+    from transformers.models.blip.modeling_blip_text import BlipTextModel
+
+    try:
+        places, width = state["vision.embeddings.position_embedding"].shape[1:]
+        patch = state["vision.embeddings.patch_embedding.weight"].shape[-1]
+        inner = state["vision.encoder.layers.0.mlp.fc1.weight"].shape[0]
+        text_config = BlipTextConfig(
+            vocab_size=text["vocab_size"],
+            hidden_size=text["hidden_size"],
+            encoder_hidden_size=width,
+            intermediate_size=text["intermediate_size"],
+            num_hidden_layers=text["num_hidden_layers"],
+            num_attention_heads=text["num_attention_heads"],
+            max_position_embeddings=text["max_position_embeddings"],
+            layer_norm_eps=text["layer_norm_eps"],
+            is_decoder=True,  # transformers' word for "has cross-attention"
+        )
+    except (KeyError, ValueError) as error:
+        raise ScorerError(f"{source}: {error}; expected ImageReward's tensors and sizes") from error
+    vision_config = BlipVisionConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=len({n.split(".")[3] for n in state if n.startswith("vision.encoder.")}),
+        num_attention_heads=width // 64,
+        image_size=patch * round((places - 1) ** 0.5),
+        patch_size=patch,
+        layer_norm_eps=1e-6,
+    )
+    layers = {
+        n.split(".")[1]: t.shape for n, t in state.items() if re.match(r"head\.\d+\.weight", n)
+    }
+    head = nn.ModuleDict({n: nn.Linear(shape[1], shape[0]) for n, shape in layers.items()})
+    return nn.ModuleDict(
+        {
+            "vision": BlipVisionModel(vision_config),
+            "text": BlipTextModel(text_config, add_pooling_layer=False),
+            "head": _Chain(head),
+        }
+    )
+
+
+class _Chain(nn.ModuleDict):
+    """Linear layers by number, one after the other; the dropout between them is for training."""
+
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__(dict(sorted(layers.items(), key=lambda item: int(item[0]))))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.values():
+            values = layer(values)
+        return values
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Content of a JSON file that holds an object.
+
+    Raises:
+        ScorerError: missing, or something else.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ScorerError(f"{file}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ScorerError(f"{file}: expected a JSON object")
+    return content

@@ -1,0 +1,145 @@
+"""A vision-language model as judge, behind an OpenAI-compatible endpoint (vLLM, SGLang, ...)."""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers.endpoint import Endpoint, EndpointOptions, png_base64
+
+SCORE_TEMPLATE = (
+    "The picture was made for this text: «{prompt}»\n"
+    "Judge how well it shows what the text says, and how well it is made. Think in a few "
+    "sentences, then end with one line: Final Score: N, where N is a number from 1 (worst) to 5."
+)
+NUMBER = r"([-+]?\d+(?:\.\d+)?)"
+
+
+class JudgeScorer(RewardScorer):
+    """One chat completion for each picture; the number is read from its text."""
+
+    class Options(EndpointOptions):
+        """Settings of the ``judge`` scorer; ``url`` ends before ``/chat/completions``."""
+
+        model: str
+        """Name under which the endpoint serves the model."""
+        template: str = SCORE_TEMPLATE
+        """The question; ``{prompt}`` stands for the picture's text."""
+        pattern: str = rf"Final Score:\s*{NUMBER}"
+        """Regular expression with one group, the number; it must match one number exactly."""
+        minimum: float = 1.0
+        """Smallest number that is an answer."""
+        maximum: float = 5.0
+        """Largest number that is an answer."""
+        max_tokens: int = Field(512, ge=1)
+        """Longest answer, in tokens."""
+        temperature: float = Field(0.0, ge=0)
+        """0 takes the likeliest answer, so that the same picture gets the same score."""
+
+        @model_validator(mode="after")
+        def _check(self) -> Self:
+            if "{prompt}" not in self.template:
+                raise ValueError("template lacks {prompt}")
+            try:
+                groups = re.compile(self.pattern).groups
+            except re.error as error:
+                raise ValueError(f"pattern is no regular expression: {error}") from error
+            if groups != 1:
+                raise ValueError(f"pattern has {groups} groups; it needs one, around the number")
+            if self.minimum >= self.maximum:
+                raise ValueError(f"minimum {self.minimum:g} is not below maximum {self.maximum:g}")
+            return self
+
+    kind = "judge"
+
+    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
+        assert isinstance(options, JudgeScorer.Options)
+        self._options = options
+        self._url = options.url.rstrip("/") + "/chat/completions"
+        self._endpoint = Endpoint(options, self._url)
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        items = list(zip(pictures, prompts, strict=True))
+        scores = self._endpoint.for_each(lambda item: self._judge(*item), items)
+        return torch.tensor(scores, dtype=torch.float32)
+
+    def _judge(self, picture: Tensor, prompt: str) -> float:
+        # Not str.format: the template and the prompt may hold other braces.
+        question = self._options.template.replace("{prompt}", prompt)
+        picture_url = f"data:image/png;base64,{png_base64(picture)}"
+        content = [
+            {"type": "image_url", "image_url": {"url": picture_url}},
+            {"type": "text", "text": question},
+        ]
+        answer = self._endpoint.post(
+            {
+                "model": self._options.model,
+                "messages": [{"role": "user", "content": content}],
+                "max_tokens": self._options.max_tokens,
+                "temperature": self._options.temperature,
+            }
+        )
+        return self.parse(self._text_of(answer))
+
+    def parse(self, text: str) -> float:
+        """The number in a judge's answer.
+
+        Raises:
+            ScorerError: there is none, there are several, or it is out of range.
+        """
+        numbers = {float(found) for found in self._numbers(text)}
+        shown = f"the judge's answer {text[-120:]!r}"
+        if len(numbers) != 1:
+            raise ScorerError(
+                f"{self._url}: {shown} has {len(numbers)} numbers that match "
+                f"{self._options.pattern!r}; expected one"
+            )
+        (number,) = numbers
+        if not self._options.minimum <= number <= self._options.maximum:
+            raise ScorerError(
+                f"{self._url}: {shown} gives {number:g}; allowed {self._options.minimum:g} to "
+                f"{self._options.maximum:g}"
+            )
+        return number
+
+    def _numbers(self, text: str) -> list[str]:
+        found = re.findall(self._options.pattern, text)
+        for number in found:
+            try:
+                float(number)
+            except ValueError as error:
+                raise ScorerError(
+                    f"{self._url}: the judge's {number!r:.60} is no number"
+                ) from error
+        return found
+
+    def _text_of(self, answer: Any) -> str:
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ScorerError(
+                f"{self._url}: answered {answer!r:.100}; expected a chat completion"
+            ) from error
+        if not isinstance(text, str):
+            raise ScorerError(f"{self._url}: the answer's content is {type(text).__name__}")
+        if choice.get("finish_reason") == "length":
+            raise ScorerError(
+                f"{self._url}: the answer was cut at max_tokens {self._options.max_tokens}"
+            )
+        return text
+
+
+class UnifiedRewardScorer(JudgeScorer):
+    """UnifiedReward (arXiv 2503.05236) as vLLM or SGLang serve it: 1 to 5.
+
+    The question is our own; to compare with published figures, give ``template`` the wording of
+    the model's card, and ``pattern`` what its answers end in.
+    """
+
+    kind = "unified_reward"

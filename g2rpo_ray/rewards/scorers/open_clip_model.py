@@ -1,0 +1,116 @@
+"""Loading an open_clip model from local files, never from the hub, with nothing guessed."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
+from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures
+from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
+
+LOCAL_DIR = "local-dir:"
+OWN_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+"""What open_clip calls the weights in a model's folder."""
+
+
+def load_clip_features(
+    architecture: str,
+    checkpoint: str | None,
+    device: str,
+    dtype: str,
+    preprocess_of: Callable[[Any], Callable[[Tensor], Tensor]] | None = None,
+) -> ClipFeatures:
+    """Features of an open_clip model.
+
+    Args:
+        architecture: ``local-dir:FOLDER`` with open_clip_config.json, or an open_clip name.
+        checkpoint: weights file; None takes the folder's own.
+        preprocess_of: model -> its preprocessing; open_clip's own by default.
+
+    Raises:
+        ScorerError: a file is missing or does not fit, or open_clip knows no such model.
+    """
+    import open_clip
+
+    name = resolve_architecture(architecture)
+    weights = _weights_of(name, checkpoint)
+    state = load_state_dict(weights)
+    # Not with its weights: where a folder has none, open_clip goes on with random ones.
+    logging.getLogger().addFilter(_is_no_false_alarm)
+    try:
+        model = open_clip.create_model(name, load_weights=False)
+    finally:
+        logging.getLogger().removeFilter(_is_no_false_alarm)
+    load_weights(model, state, weights)
+    model = model.to(device, DTYPES[dtype]).eval()
+    tokenizer = open_clip.get_tokenizer(name)
+
+    def encode_text(prompt: str) -> Tensor:
+        features: Tensor = model.encode_text(tokenizer([prompt]).to(device))[0]
+        return features
+
+    if preprocess_of is None:
+        preprocess: Callable[[Tensor], Tensor] = ClipPreprocess.of_open_clip(
+            model.visual.preprocess_cfg
+        )
+    else:
+        preprocess = preprocess_of(model)
+    return ClipFeatures(
+        model.encode_image, encode_text, preprocess, torch.device(device), DTYPES[dtype]
+    )
+
+
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    # The model gets its weights right after; a replica's log is no place for such a warning.
+    return "Model initialized randomly" not in record.getMessage()
+
+
+def resolve_architecture(architecture: str) -> str:
+    """An open_clip model name as open_clip wants it, with the folder of ``local-dir:`` resolved.
+
+    Raises:
+        ScorerError: no such folder, its configuration is missing, or the name is unknown.
+    """
+    import open_clip
+
+    if not architecture.startswith(LOCAL_DIR):
+        if architecture not in open_clip.list_models():
+            raise ScorerError(
+                f"open_clip knows no model {architecture!r}; give one of its names (ViT-H-14, ...) "
+                f"or {LOCAL_DIR}FOLDER with an open_clip_config.json"
+            )
+        return architecture
+    folder = resolve_path(architecture.removeprefix(LOCAL_DIR))
+    # Without the file open_clip would go on with a default, and with other preprocessing.
+    config_file = folder / "open_clip_config.json"
+    if not config_file.is_file():
+        raise ScorerError(f"{folder}: no open_clip_config.json in it (or no such folder)")
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ScorerError(f"{config_file}: not valid JSON: {error}") from error
+    for section, keys in (("model_cfg", ["vision_cfg"]), ("preprocess_cfg", ["mean", "std"])):
+        found = config.get(section) if isinstance(config, dict) else None
+        missing = keys if not isinstance(found, dict) else [key for key in keys if key not in found]
+        if missing:
+            raise ScorerError(f"{config_file}: {section} lacks {', '.join(missing)}")
+    return f"{LOCAL_DIR}{folder}"
+
+
+def _weights_of(name: str, checkpoint: str | None) -> Path:
+    if checkpoint is not None:
+        return resolve_path(checkpoint)
+    if not name.startswith(LOCAL_DIR):
+        raise ScorerError(f"with architecture {name!r} the option 'checkpoint' must name a file")
+    folder = Path(name.removeprefix(LOCAL_DIR))
+    for file in OWN_WEIGHTS:
+        if (folder / file).is_file():
+            return folder / file
+    raise ScorerError(f"{folder}: no weights in it; expected one of {', '.join(OWN_WEIGHTS)}")

@@ -1,0 +1,110 @@
+"""PickScore (arXiv 2305.01569): a transformers CLIP model trained on people's picks."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures, ClipOptions
+from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
+
+NEEDED = ("config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+class PickscoreScorer(RewardScorer):
+    """Cosine of picture and caption; papers report it as it is (.23) or times about 100."""
+
+    class Options(ClipOptions):
+        """Settings of the ``pickscore`` scorer."""
+
+        path: str
+        """Folder of a transformers CLIPModel, with its tokenizer and preprocessor_config.json
+        (PickScore's own folder lacks the two: put those of CLIP-ViT-H-14-laion2B beside it)."""
+
+    kind = "pickscore"
+
+    def __init__(self, options: Section, device: str) -> None:
+        from transformers import AutoTokenizer
+
+        assert isinstance(options, self.Options)
+        folder = resolve_path(options.path)
+        missing = [name for name in NEEDED if not (folder / name).is_file()]
+        if missing:
+            raise ScorerError(f"{folder}: no {', '.join(missing)} in it (or no such folder)")
+        model = _load_model(folder).to(device, DTYPES[options.dtype]).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        length = model.config.text_config.max_position_embeddings
+
+        def encode_text(prompt: str) -> Tensor:
+            tokens = tokenizer(
+                [prompt], padding="max_length", truncation=True, max_length=length,
+                return_tensors="pt",
+            ).to(device)  # fmt: skip
+            ids, mask = tokens.input_ids, tokens.attention_mask
+            features: Tensor = model.get_text_features(ids, attention_mask=mask).pooler_output[0]
+            return features
+
+        def encode_image(images: Tensor) -> Tensor:
+            features: Tensor = model.get_image_features(images).pooler_output
+            return features
+
+        preprocess = read_preprocess(folder / "preprocessor_config.json")
+        self._features = ClipFeatures(
+            encode_image, encode_text, preprocess, torch.device(device), DTYPES[options.dtype]
+        )
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        return self._features.similarity(pictures, prompts)
+
+
+def _load_model(folder: Path) -> Any:
+    from safetensors import SafetensorError
+    from transformers import CLIPModel
+
+    try:
+        model, info = CLIPModel.from_pretrained(
+            folder, local_files_only=True, output_loading_info=True, dtype=torch.float32
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ScorerError(f"{folder}: cannot be loaded as a CLIPModel: {error}") from error
+    problems = {
+        what: sorted(map(str, info[key]))
+        for what, key in (("missing", "missing_keys"), ("unexpected", "unexpected_keys"))
+        if info[key]
+    }
+    if problems:
+        listed = "; ".join(f"{len(k)} {what}: {', '.join(k[:5])}" for what, k in problems.items())
+        raise ScorerError(f"{folder}: does not fit the architecture: {listed}")
+    return model
+
+
+def read_preprocess(file: Path) -> ClipPreprocess:
+    """CLIP's preprocessing from a transformers preprocessor_config.json.
+
+    Raises:
+        ScorerError: it asks for anything but bicubic resizing, a centre crop and normalisation.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        size, crop = config["size"], config["crop_size"]
+        short = size if isinstance(size, int) else size["shortest_edge"]
+        height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+        mean, std = config["image_mean"], config["image_std"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ScorerError(
+            f"{file}: {type(error).__name__}: {error}; expected CLIP's size.shortest_edge, "
+            "crop_size, image_mean and image_std"
+        ) from error
+    # 3 is PIL's number for bicubic.
+    if short != height or height != width or config.get("resample", 3) != 3:
+        raise ScorerError(
+            f"{file}: size {size}, crop_size {crop}, resample {config.get('resample', 3)}; "
+            "expected a bicubic resize to the side of a square crop"
+        )
+    return ClipPreprocess((height, width), mean, std)

@@ -1,0 +1,54 @@
+"""A user's own scorer behind HTTP; docs/rewards.md describes the protocol."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers.endpoint import Endpoint, EndpointOptions, png_base64
+
+PROTOCOL = 1
+
+
+class HttpScorer(RewardScorer):
+    """Posts ``{"protocol": 1, "prompts": [...], "pictures": [PNG as base64, ...]}`` and expects
+    ``{"scores": [...]}``: one number for each picture, null for "no answer"."""
+
+    class Options(EndpointOptions):
+        """Settings of the ``http`` scorer."""
+
+    kind = "http"
+
+    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
+        assert isinstance(options, self.Options)
+        self._endpoint = Endpoint(options, options.url)
+        self._url = options.url
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        answer = self._endpoint.post(
+            {
+                "protocol": PROTOCOL,
+                "prompts": list(prompts),
+                "pictures": [png_base64(picture) for picture in pictures],
+            }
+        )
+        return torch.tensor(self._scores_of(answer, len(pictures)), dtype=torch.float32)
+
+    def _scores_of(self, answer: Any, expected: int) -> list[float]:
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, list):
+            raise ScorerError(
+                f'{self._url}: answered {answer!r:.100}; expected {{"scores": [...]}}'
+            )
+        if len(scores) != expected:
+            raise ScorerError(f"{self._url}: {len(scores)} scores for {expected} pictures")
+        for place, score in enumerate(scores):
+            # In Python true is a number, in the protocol it is none.
+            if score is not None and (
+                isinstance(score, bool) or not isinstance(score, int | float)
+            ):
+                raise ScorerError(f"{self._url}: score {place} is {score!r:.60}; expected a number")
+        return [float("nan") if score is None else float(score) for score in scores]

@@ -1,0 +1,75 @@
+"""The settings of a reward."""
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from g2rpo_ray.common.secrets import looks_secret
+from g2rpo_ray.common.section import Gpus, Section
+
+
+class RewardSection(Section):
+    """One reward: a scorer, how it is served, and what it counts."""
+
+    kind: str
+    """Name of the scorer, see ``g2rpo_ray/rewards/registry.py``."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The scorer's own settings, checked by the scorer's ``Options``."""
+    weight: float = Field(1.0, ge=0)
+    """Share of this reward's advantage in the sum; 0 means: evaluate only, never train on it."""
+    required: bool = True
+    """Whether an unusable score is treated as ``advantage.on_invalid`` says. If not, the reward is
+    left out of that group, the others decide, and the failure is counted."""
+    min_replicas: int = Field(1, ge=1)
+    """Replicas kept alive."""
+    max_replicas: int = Field(1, ge=1)
+    """Replicas at most; Ray Serve scales between the two on load."""
+    cpus_per_replica: float = Field(1.0, ge=0)
+    """CPUs that Ray reserves for a replica."""
+    gpus_per_replica: Gpus = 0.0
+    """GPUs (or a fraction) that Ray reserves for a replica."""
+    label_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
+    ``in(x, y)``."""
+    threads: int = Field(1, ge=1)
+    """Threads of a replica's process."""
+    runtime_env: dict[str, Any] = Field(default_factory=dict)
+    """Ray runtime environment of a replica (``pip``, ``env_vars``, ...). A variable that looks like
+    a secret is refused: the configuration is written into the run folder."""
+    batch_size: int = Field(32, ge=1)
+    """Most pictures in one pass of the scorer; a batch is cut inside one request."""
+    merge_requests: int = Field(1, ge=1)
+    """Requests that may share a pass. Above 1 is faster under load, but then rounding depends on
+    which requests met."""
+    timeout_s: float = Field(300.0, gt=0)
+    """A request that takes longer counts as failed. A replica whose scorer hangs for so long is
+    replaced."""
+    retries: int = Field(2, ge=0)
+    """Further tries of a failed request. Replicas that die are no tries: within ``timeout_s`` the
+    request is sent again, after pauses that double."""
+    requests_per_replica: float = Field(8.0, gt=0)
+    """Requests under way for each replica that Serve aims at, between the bounds."""
+    upscale_delay_s: float = Field(5.0, ge=0)
+    """How long there are more before replicas are added."""
+    downscale_delay_s: float = Field(60.0, ge=0)
+    """How long there are fewer before replicas are ended."""
+    health_timeout_s: float = Field(30.0, gt=0)
+    """A replica whose process does not answer Serve for so long is replaced."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError(
+                f"max_replicas is {self.max_replicas}, below min_replicas {self.min_replicas}"
+            )
+        variables = self.runtime_env.get("env_vars", {})
+        if not isinstance(variables, dict):
+            raise ValueError("runtime_env.env_vars must be names with their values")
+        for name in variables:
+            if looks_secret(str(name)):
+                raise ValueError(
+                    f"runtime_env.env_vars has {name}, which looks like a secret; the "
+                    "configuration is written into the run folder, and Ray shows it. Set it in the "
+                    "nodes' own environment (Kubernetes secret, Slurm's job environment) instead"
+                )
+        return self

@@ -1,0 +1,406 @@
+"""The run folder: opening it, resuming in it, and what is written at the end.
+
+``<run_dir>/``: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl``, ``log.jsonl``,
+``tensorboard/``, ``checkpoints/``, ``pictures/heldout/``, ``summary.json``, ``report.html``.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TextIO
+
+from PIL import Image
+
+from g2rpo_ray import __version__
+from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.text_files import replace_text
+from g2rpo_ray.config import Config, ModelSection, load_config, save_config
+from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo, read_info
+from g2rpo_ray.learner.checkpoints.folders import (
+    checkpoint_folder,
+    delete_states_from,
+    iteration_of,
+    list_checkpoints,
+    list_states,
+)
+from g2rpo_ray.models.fingerprint import base_fingerprint
+from g2rpo_ray.rollout.answers import HeldoutPictures
+from g2rpo_ray.tracking.metrics import read_metrics
+
+PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "deepspeed",
+            "open_clip_torch", "safetensors")  # fmt: skip
+
+
+class RunFolderError(InputError):
+    """The run folder cannot be used as asked; the message says what to do."""
+
+
+logger = logging.getLogger(__name__)
+_MOVES_PROMPTS = dict.fromkeys(
+    ("prompts.train", "sampling.prompts_per_iteration"),
+    " (an iteration has other prompts now: some already seen come again, others never come)",
+)
+"""What to say of settings that the place in the prompt order hangs on."""
+_LOCKS: dict[Path, TextIO] = {}
+"""Run folders that are this process's, with the open files that say so."""
+LOCK_WAIT_S, LOCK_POLL_S = 120.0, 2.0
+"""Shared storage frees the lock of a host that died after a minute or two: a requeued run waits."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, and where in it training starts."""
+
+    folder: Path
+    checkpoint: Path | None
+    """Checkpoint to continue from; None starts at the base model."""
+    info: CheckpointInfo
+    """State at the start."""
+    first_record: int | None
+    """First iteration that this life of the run records; None in a new folder."""
+
+
+def trained_kind(model: ModelSection) -> str:
+    """What is trained, as a checkpoint names it."""
+    if model.trained_modules is not None:
+        return f"full, of {', '.join(model.trained_modules)}"
+    if model.lora is None:
+        return "full"
+    return f"lora rank {model.lora.rank} alpha {model.lora.alpha:g}"
+
+
+def read_fitting_info(checkpoint: Path, model: ModelSection) -> CheckpointInfo:
+    """The description of a checkpoint, if its weights are of this model.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        RunFolderError: its weights are of another kind or base model; both are named.
+    """
+    info, kind, base = read_info(checkpoint), trained_kind(model), base_fingerprint(model)
+    if info.trained != kind:
+        raise RunFolderError(
+            f"{checkpoint} holds '{info.trained}' weights, the configuration trains '{kind}' "
+            "(model.lora, model.trained_modules); they cannot be mixed"
+        )
+    if info.base not in ("", base):
+        raise RunFolderError(
+            f"{checkpoint} was trained from the base model {info.base}, and model.path "
+            f"{model.path!r} has {base} (fingerprints of the transformer's weight files); on "
+            "another base its weights mean something else: set model.path to the model it was "
+            "trained from"
+        )
+    return info
+
+
+def open_run(config: Config, resume: str) -> Run:
+    """Make the run folder, or find the checkpoint to continue from; no other process may, then.
+
+    Args:
+        resume: ``none`` starts a new run and refuses a folder that has one; ``auto`` continues
+            from the last checkpoint where there is one; else the folder of a checkpoint.
+
+    Raises:
+        RunFolderError: the folder has a run already, another process trains in it, or the
+            checkpoint is of another kind.
+    """
+    folder = _folder(config)
+    if folder.is_dir():
+        # Before anything is read: who had to wait goes on from what the other has saved last.
+        with _named_errors(folder):
+            _lock(folder)
+    has_run = _has_run(folder)
+    if has_run and resume == "none":
+        raise RunFolderError(
+            f"run_dir {folder} already has a run: --resume auto continues it from its last "
+            "checkpoint; or name another run_dir"
+        )
+    checkpoint = _checkpoint_of(folder, resume)
+    first_record = 0 if has_run else None
+    if checkpoint is None:
+        kind, base = trained_kind(config.model), base_fingerprint(config.model)
+        info = CheckpointInfo(0, 0, 0, 0, 0.0, kind, config.seed, base=base)
+    else:
+        info = read_fitting_info(checkpoint, config.model)
+        if info.seed != config.seed:
+            raise RunFolderError(
+                f"{checkpoint} belongs to seed {info.seed}, the configuration has seed "
+                f"{config.seed}; the prompts already seen would differ"
+            )
+        if info.iteration > config.iterations:
+            raise RunFolderError(
+                f"{checkpoint} is at iteration {info.iteration}, beyond "
+                f"iterations={config.iterations}; raise it to go on"
+            )
+        if info.iteration == _finished_iterations(folder):
+            _check_not_finished(config, checkpoint, info)
+        first_record = info.iteration + 1 if has_run else None
+    with _named_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder)
+        replace_text(folder / "versions.json", json.dumps(versions(), indent=1))
+        save_config(config, folder / "config.yaml")
+    return Run(folder, checkpoint, info, first_record)
+
+
+def give_up_later(run: Run) -> None:
+    """Delete the states and pictures of the iterations that this life of the run makes again.
+
+    Kept, the next ``--resume auto`` would go on from the history that this resume gave up. The
+    summary goes, too, until this life has ended: the report would show the earlier life's as its.
+
+    Raises:
+        CheckpointError: a state cannot be deleted.
+    """
+    if run.first_record is None:
+        return
+    delete_states_from(run.folder, run.first_record)
+    (run.folder / "summary.json").unlink(missing_ok=True)
+    for pictures in run.folder.glob("pictures/heldout/iteration_*.json"):
+        if iteration_of(pictures.with_suffix("")) >= run.first_record:
+            pictures.unlink()
+            shutil.rmtree(pictures.with_suffix(""), ignore_errors=True)
+
+
+def write_resolved(config: Config) -> Path:
+    """Write the resolved configuration into ``run_dir`` without starting a run there."""
+    path = _folder(config) / "resolved.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_config(config, path)
+    except OSError as error:
+        raise RunFolderError(f"run_dir {path.parent}: cannot be written: {error}") from error
+    return path
+
+
+def checkpoint_named(config: Config, name: str) -> Path:
+    """Folder of a run's ``last`` or ``best`` checkpoint, or of the one at the path ``name``.
+
+    Raises:
+        RunFolderError: the run has no checkpoint, or none that is better than the base model.
+    """
+    if name not in ("last", "best"):
+        return Path(name).expanduser().absolute()
+    folder = _folder(config)
+    if name == "best":
+        best = best_evaluated(config)
+        if best is None:
+            raise RunFolderError(
+                f"{config.run_dir}: no checkpoint there was evaluated by checkpoint.best; it names "
+                "the reward that a run judges them by"
+            )
+        if best == 0:
+            raise RunFolderError(
+                f"{config.run_dir}: no checkpoint there has a higher held-out mean of "
+                f"{config.checkpoint.best} than the base model's (sample, evaluate: "
+                "--checkpoint base)"
+            )
+        return checkpoint_folder(folder, best)
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise RunFolderError(
+            f"{config.run_dir}: no checkpoint there yet (sample, evaluate: --checkpoint base)"
+        )
+    return checkpoints[-1]
+
+
+def evaluated_iterations(config: Config) -> set[int]:
+    """Iterations whose evaluation is recorded."""
+    records = read_metrics(_folder(config))
+    return {record["iteration"] for record in records if record["kind"] == "evaluation"}
+
+
+def heldout_means(config: Config) -> dict[int, float]:
+    """Held-out mean of ``checkpoint.best`` by evaluated iteration, in their order; those without a
+    number are left out."""
+    name = f"heldout/{config.checkpoint.best}"
+    means = {r["iteration"]: r[name] for r in read_metrics(_folder(config)) if name in r}
+    return {n: means[n] for n in sorted(means) if means[n] is not None}
+
+
+def best_evaluated(config: Config) -> int | None:
+    """Iteration with the highest held-out mean, of the checkpoints that are there and the base
+    model (0); of equal ones the last."""
+    there = [0, *map(iteration_of, list_checkpoints(_folder(config)))]
+    means = {n: mean for n, mean in heldout_means(config).items() if n in there}
+    return max(means, key=lambda n: (means[n], n), default=None)
+
+
+def is_stalled(config: Config) -> bool:
+    """Whether none of the last ``evaluation.patience`` evaluations is better than all before."""
+    means, settings = list(heldout_means(config).values()), config.evaluation
+    patience = settings.patience
+    if patience == 0 or len(means) <= patience:
+        return False
+    return max(means[-patience:]) <= max(means[:-patience]) + settings.min_gain
+
+
+def changed_settings(folder: Path, config: Config) -> list[str]:
+    """Settings that differ from those the folder's run was started with, as ``key: old -> new``."""
+    saved = folder / "config.yaml"
+    if not saved.exists():
+        return []
+    old, new = (_flat(c.model_dump(mode="json")) for c in (load_config(saved), config))
+    keys = sorted(old.keys() | new.keys())
+    return [
+        f"{k}: {old.get(k)} -> {new.get(k)}{_MOVES_PROMPTS.get(k, '')}"
+        for k in keys
+        if old.get(k) != new.get(k)
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    own = {"python": platform.python_version(), "g2rpo-ray": __version__}
+    return own | {name: version(name) for name in PACKAGES}
+
+
+def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures]) -> None:
+    """Keep pictures with their scores: ``pictures/heldout/iteration_<n>.json`` and PNG files."""
+    target = folder / "pictures" / "heldout"
+    name = f"iteration_{iteration}"
+    (target / name).mkdir(parents=True, exist_ok=True)
+    entries = []
+    for result in results:
+        for number, picture in enumerate(result.pictures):
+            file = f"{name}/{result.prompt_id}_{number}.png"
+            Image.fromarray(picture.numpy()).save(target / file)
+            scores = {reward: _number(values[number]) for reward, values in result.scores.items()}
+            entries.append(
+                {"prompt_id": result.prompt_id, "prompt": result.prompt, "file": file,
+                 "scores": scores}
+            )  # fmt: skip
+    replace_text(target / f"{name}.json", json.dumps(entries, indent=1, ensure_ascii=False))
+
+
+def heldout_before_after(folder: Path) -> dict[str, dict[str, float | None]]:
+    """Of each reward: the first evaluation, and that of the last iteration; None without one."""
+    records, prefix = read_metrics(folder), "heldout/"
+    evaluations = {r["iteration"]: r for r in records if r["kind"] == "evaluation"}
+    last = max((record["iteration"] for record in records), default=0)
+    first = min(evaluations, default=last)
+    before, after = evaluations.get(first, {}), evaluations.get(last, {})
+    if first == last:
+        before = {}
+    return {
+        name.removeprefix(prefix): {"before": before.get(name), "after": after.get(name)}
+        for name in before | after
+        if name.startswith(prefix)
+    }
+
+
+def _checkpoint_of(folder: Path, resume: str) -> Path | None:
+    if resume == "none":
+        return None
+    if resume == "auto":
+        return next(reversed(list_states(folder)), None)
+    path = Path(resume).expanduser().absolute()
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--resume {resume}: no such folder; it takes auto, none, or a folder"
+        )
+    return path
+
+
+@contextmanager
+def _named_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"run_dir {folder}: cannot be written: {error}") from error
+
+
+def _lock(folder: Path) -> None:
+    """Keep other drivers out of the folder until this process ends, in whatever way."""
+    if folder in _LOCKS:
+        return
+    path = folder / ".lock"
+    file = path.open("a+", encoding="utf-8")
+    end_s = time.monotonic() + LOCK_WAIT_S
+    told = False
+    while holder := _holder_of(file):
+        if holder.endswith(f" on {socket.gethostname()}") or time.monotonic() >= end_s:
+            raise RunFolderError(
+                f"run_dir {folder}: {holder} trains in it; two drivers would spoil each other's "
+                "run. Wait until it has ended, or name another run_dir. If there is no such "
+                f"process any more, delete {path}"
+            )
+        if not told:
+            logger.warning("%s: %s has it; waiting for %g s at most", path, holder, LOCK_WAIT_S)
+            told = True
+        time.sleep(LOCK_POLL_S)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _LOCKS[folder] = file
+
+
+def _holder_of(file: TextIO) -> str | None:
+    """Takes the lock, or answers who has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return file.read() or "another process"
+    except OSError as error:
+        logger.warning("%s: this file system has no locks (%s)", file.name, error)
+    return None
+
+
+def _has_run(folder: Path) -> bool:
+    """Whether a run has come so far there that something would be lost."""
+    metrics = folder / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or bool(list_states(folder))
+
+
+def _check_not_finished(config: Config, checkpoint: Path, info: CheckpointInfo) -> None:
+    if info.iteration == config.iterations:
+        raise RunFolderError(
+            f"{checkpoint} is at iteration {info.iteration} of {config.iterations}: the run "
+            "is complete; raise iterations to go on"
+        )
+    if is_stalled(config):
+        raise RunFolderError(
+            f"{checkpoint}: the run ended early at iteration {info.iteration} of "
+            f"{config.iterations} (evaluation.patience is {config.evaluation.patience}); raise "
+            "patience, or set it to 0, to go on"
+        )
+
+
+def _folder(config: Config) -> Path:
+    return Path(config.run_dir).expanduser().absolute()
+
+
+def _finished_iterations(folder: Path) -> int | None:
+    """Iterations of the run when it was last finished: last evaluation and summary written."""
+    summary = folder / "summary.json"
+    if not summary.exists():
+        return None
+    try:
+        return int(json.loads(summary.read_text())["iterations"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{summary}: not readable as a run's summary: {error}") from error
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _number(value: object) -> float | None:
+    number = float(value)  # type: ignore[arg-type]
+    return number if number == number else None

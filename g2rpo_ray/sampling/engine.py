@@ -1,0 +1,162 @@
+"""RolloutEngine: the networks of a rollout worker, ready on their device."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.config import Config, SamplingSection
+from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES
+from g2rpo_ray.maths.schedule import dynamic_shift_schedule, static_shift_schedule
+from g2rpo_ray.models.batches import BatchSize, largest_batch, name_memory
+from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.flux import LatentShape, load_policy
+from g2rpo_ray.models.fp8 import Float8Twin, check_float8
+from g2rpo_ray.models.kernels import (
+    COMPILE_ERRORS,
+    choose_attention,
+    compile_decoder,
+    compile_evaluations,
+    undo_compilation,
+)
+from g2rpo_ray.models.loading import DTYPES, load_part
+from g2rpo_ray.models.vae import PictureDecoder
+from g2rpo_ray.sampling.evaluator import Evaluator
+from g2rpo_ray.sampling.sampler import Sampler
+
+
+def schedule_of(sampling: SamplingSection, steps: int, shape: LatentShape) -> torch.Tensor:
+    """The configured schedule ``[steps + 1]``, computed in float32 as diffusers does."""
+    if sampling.schedule == "dynamic":
+        return dynamic_shift_schedule(steps, shape.packed[0], dtype=torch.float32)
+    return static_shift_schedule(steps, sampling.shift, torch.float32)
+
+
+class RolloutEngine:
+    """Loads, compiles and warms up once; then gives samplers and decodes."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        """
+        Raises:
+            ModelFolderError: the model cannot be loaded.
+            AttentionBackendError: ``rollout.attention`` is unknown or not installed.
+            Float8Error: ``rollout.fp8`` on a card without such products.
+            DeviceMemoryError: the device's memory does not suffice.
+        """
+        started_s = time.perf_counter()
+        self.config, self.device = config, device
+        self.warnings: list[str] = []
+        """What happened since somebody emptied this list."""
+        settings, on_gpu = config.rollout, device.type == "cuda"
+        if settings.fp8:
+            check_float8(device, DTYPES[config.model.dtype])
+        with name_memory("a rollout worker's networks"):
+            self.policy = load_policy(config, device)
+            vae = load_part(config.model, "vae", DTYPES[config.model.dtype], device)
+            if attention := settings.attention or ("cudnn" if on_gpu else None):
+                choose_attention(self.policy.transformer, attention)
+            self._twin = Float8Twin(self.policy) if settings.fp8 else None
+        compiled = on_gpu if settings.compile is None else settings.compile
+        self.decoder = PictureDecoder(
+            vae,
+            self.policy.shape,
+            BatchSize(
+                settings.decode_batch_size, "rollout.decode_batch_size", self.warnings.append
+            ),
+            tile_above_px=settings.decode_tile_above_px,
+            fixed_shapes=compiled,
+        )
+        # Only now is everything on the device that a batch has to fit beside.
+        batch = BatchSize(self._batch_size(), "rollout.batch_size", self.warnings.append)
+        self.exact = Evaluator(self.policy, batch, fixed_shapes=compiled)
+        self.estimate = self.exact
+        if self._twin is not None:
+            self.estimate = Evaluator(self._twin.policy, batch, fixed_shapes=compiled)
+        if compiled:
+            compiled = self._compile()
+        self.description = (
+            f"batches of {batch.rows}, attention {attention or 'as PyTorch chooses'}, "
+            f"{'compiled' if compiled else 'not compiled'}, ready after "
+            f"{time.perf_counter() - started_s:.0f} s"
+        )
+
+    @property
+    def evaluations(self) -> int:
+        """Velocities computed so far, by whichever policy."""
+        twin = 0 if self._twin is None else self.estimate.evaluations
+        return self.exact.evaluations + twin
+
+    @property
+    def batch_size(self) -> int:
+        """Most evaluations in one pass, as it is now."""
+        return self.exact.batch_size
+
+    def sampler(self, steps: int) -> Sampler:
+        """A sampler on the configured schedule of ``steps``."""
+        sigmas = schedule_of(self.config.sampling, steps, self.policy.shape)
+        return Sampler(self.exact, sigmas, self.estimate, self.config.rollout.fp8_above_sigma)
+
+    def weights_changed(self) -> None:
+        """To be called when the policy's weights are others than before."""
+        if self._twin is not None:
+            self._twin.refresh()
+
+    def _batch_size(self) -> int:
+        settings = self.config.rollout
+        if settings.batch_size != "auto" or self.device.type != "cuda":
+            return settings.planned_batch_size
+        policies = [self.policy] if self._twin is None else [self.policy, self._twin.policy]
+        return largest_batch(
+            AUTO_BATCH_SIZES,
+            lambda rows: [self._evaluate(policy, rows) for policy in policies],
+            "rollout.batch_size",
+        )
+
+    def _compile(self) -> bool:
+        """Compile and meet every shape once; whether it worked."""
+        cache = self.config.rollout.compile_cache
+        networks = [self.policy.transformer]
+        if self._twin is not None:
+            networks.append(self._twin.policy.transformer)
+        for network in networks:
+            compile_evaluations(network, Path(cache).expanduser() if cache else None)
+        compile_decoder(self.decoder.vae.decoder)
+        try:
+            self._meet_all_shapes()
+        except COMPILE_ERRORS as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+            self.warnings.append(
+                f"torch.compile failed and the rollout goes on without it, slower ({reason}); "
+                "rollout.compile=false silences this"
+            )
+            for network in (*networks, self.decoder.vae.decoder):
+                undo_compilation(network)
+            self._meet_all_shapes()
+            return False
+        return True
+
+    def _meet_all_shapes(self) -> None:
+        self._evaluate(self.exact, 1)
+        met = 0
+        while met != self.batch_size:
+            # Again where the batch was halved meanwhile: both are to meet its new shape.
+            met = self.batch_size
+            self._evaluate(self.exact, met)
+            if self._twin is not None:
+                self._evaluate(self.estimate, met)
+        self.decoder.decode(torch.zeros(1, *self.policy.shape.packed, device=self.device))
+
+    @torch.no_grad()
+    def _evaluate(
+        self, evaluate: Callable[[Tensor, Tensor, PromptEmbeds], Tensor], rows: int
+    ) -> Tensor:
+        dims, dtype = self.policy.transformer.config, DTYPES[self.config.model.dtype]
+        tokens, device = self.config.prompts.max_sequence_length, self.policy.transformer.device
+        embeds = PromptEmbeds(
+            torch.zeros(tokens, dims.joint_attention_dim, dtype=dtype, device=device),
+            torch.zeros(dims.pooled_projection_dim, dtype=dtype, device=device),
+        )
+        latents = torch.zeros(rows, *self.policy.shape.packed, device=device)
+        return evaluate(latents, torch.full((rows,), 0.5, device=device), embeds)

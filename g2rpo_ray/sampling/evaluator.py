@@ -1,0 +1,50 @@
+"""Evaluations of one prompt in batches, of fixed shapes where code is compiled."""
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.models.batches import BatchSize
+from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.flux import FluxPolicy
+
+
+class Evaluator:
+    """One policy, asked for any number of velocities of one prompt, in batches that fit."""
+
+    def __init__(
+        self, policy: FluxPolicy, batch: BatchSize | int, *, fixed_shapes: bool = False
+    ) -> None:
+        """
+        Args:
+            policy: on its device.
+            batch: most evaluations in one pass of the network.
+            fixed_shapes: fill a batch that is neither full nor of one latent, so that compiled code
+                meets two shapes only.
+        """
+        self.policy = policy
+        self.evaluations = 0
+        """Velocities that were asked for so far; what fills a batch does not count."""
+        self._batch = BatchSize(batch, "rollout.batch_size") if isinstance(batch, int) else batch
+        self._fixed_shapes = fixed_shapes
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch.rows
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, sigma: Tensor, embeds: PromptEmbeds) -> Tensor:
+        """Velocities, float32 ``[B, tokens, channels]``, of float32 latents at sigma ``[B]``.
+
+        Raises:
+            DeviceMemoryError: memory ended, also with half the batch.
+        """
+        self.evaluations += len(x)
+        return self._batch.run(len(x), lambda rows: self._pass(x[rows], sigma[rows], embeds))
+
+    def _pass(self, x: Tensor, sigma: Tensor, embeds: PromptEmbeds) -> Tensor:
+        rows, missing = len(x), self.batch_size - len(x)
+        if not self._fixed_shapes or rows == 1 or missing == 0:
+            return self.policy(x, sigma, embeds)
+        x = torch.cat([x, x[:1].expand(missing, -1, -1)])
+        sigma = torch.cat([sigma, sigma[:1].expand(missing)])
+        return self.policy(x, sigma, embeds)[:rows]

@@ -1,0 +1,96 @@
+"""RolloutGroup: the contract between rollout and learner."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.maths import noise
+from g2rpo_ray.maths.sde import SdeStep
+from g2rpo_ray.prompts.dataset import Prompt
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """Names a rollout uniquely in a run; with ``run_seed`` it determines all of its noise."""
+
+    run_seed: int
+    group_id: int
+    """iteration * prompts_per_iteration + slot: also the order in which the learner sees it."""
+
+    def initial_noise(self, shape: tuple[int, int], member: int = 0) -> Tensor:
+        """float32 ``[tokens, channels]``: where a trajectory starts."""
+        return noise.normal(shape, self.run_seed, self.group_id, "initial", member)
+
+    def member_noise(self, shape: tuple[int, int], members: int, shared: bool) -> Tensor:
+        """float32 ``[1 or members, tokens, channels]``: where the members' trajectories start."""
+        starts = range(1 if shared else members)
+        return torch.stack([self.initial_noise(shape, member) for member in starts])
+
+    def branch_noise(self, shape: tuple[int, int], sde_step: int, members: int) -> Tensor:
+        """float32 ``[members, tokens, channels]``: what the stochastic step injects."""
+        draws = (
+            noise.normal(shape, self.run_seed, self.group_id, "branch", sde_step, member)
+            for member in range(members)
+        )
+        return torch.stack(list(draws))
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """One prompt of one iteration: everything the learner needs, noise left out.
+
+    K trained SDE steps, M members, L latents per step: 1 where the members share x_k (G2RPO),
+    M where each walks its own trajectory (the baselines).
+    """
+
+    key: GroupKey
+    iteration: int
+    weight_version: int
+    """Version of the weights that drew it."""
+    prompt: Prompt
+    sde_steps: list[SdeStep]
+    """K stochastic steps, by value: the learner needs no schedule."""
+    step_indices: list[int]
+    """K indices into the schedule; they seed the branch noise."""
+    latents: Tensor
+    """float32 ``[K, L, tokens, channels]``: x_k."""
+    velocities: Tensor
+    """float32 ``[K, L, tokens, channels]``: v(x_k) under ``weight_version``."""
+    rewards: Tensor
+    """float32 ``[R, granularities, K, M]``; NaN where a scorer failed."""
+    reward_names: list[str]
+    """R names, sorted."""
+    evaluations: int
+    """Velocity predictions that were made, counted at the network."""
+    batch_size: int
+    """Most latents in one pass of the network; the learner's passes hold no more."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time by phase: ``denoise_s``, ``decode_s``, ``score_s``."""
+
+    @property
+    def members(self) -> int:
+        return self.rewards.shape[-1]
+
+    def passes(self, batch_size: int) -> list[tuple[slice, slice]]:
+        """Passes of the network over the latents of a step, and the members that each one moves.
+
+        With the group's own ``batch_size`` they are the rollout's, and both sides round alike.
+        Where the members share x_k, a single evaluation moves them all.
+        """
+        rows = self.latents.shape[1]
+        if rows == 1:
+            return [(slice(0, 1), slice(0, self.members))]
+        starts = range(0, rows, batch_size)
+        return [(part, part) for part in (slice(s, min(s + batch_size, rows)) for s in starts)]
+
+    def next_latents(self, position: int) -> Tensor:
+        """float32 ``[M, tokens, channels]``: x_{k+1} of every member, re-made from the seeds.
+
+        The same function of the same numbers as in the rollout, so it is equal to the bit.
+        """
+        step = self.sde_steps[position]
+        mean = step.mean(self.latents[position], self.velocities[position])
+        shape = (mean.shape[-2], mean.shape[-1])
+        injected = self.key.branch_noise(shape, self.step_indices[position], self.members)
+        return step.sample(mean, injected.to(mean.device))

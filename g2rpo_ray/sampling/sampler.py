@@ -1,0 +1,244 @@
+"""Batched sampling with one policy: anchors, completions and plain trajectories.
+
+Without Ray, rewards or decoding, so that it runs in a notebook and in ``scripts/check_golden.py``.
+A batch holds evaluations of one prompt only: its composition, and so its rounding, is a function
+of the prompt alone.
+"""
+
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.maths.dpm_solver import dpm_solver_step
+from g2rpo_ray.maths.granularity import PlanNode, branch_plan
+from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
+from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.flux import LatentShape
+from g2rpo_ray.sampling.evaluator import Evaluator
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Deterministic walks from noise to pictures."""
+
+    latents: Tensor
+    """float32 ``[T + 1, B, tokens, channels]``: x_0 .. x_T by schedule index."""
+    velocities: Tensor
+    """float32 ``[T, B, tokens, channels]``."""
+
+    @property
+    def x0(self) -> Tensor:
+        """float32 ``[B, tokens, channels]``: the clean latents at the end."""
+        return self.latents[-1]
+
+
+@dataclass(frozen=True)
+class InjectedStep:
+    """A stochastic step of a walk, with its noise."""
+
+    step: SdeStep
+    noise: Tensor
+    """float32 ``[M, tokens, channels]``."""
+
+
+@dataclass(frozen=True)
+class MemberWalks:
+    """Walks of all members from noise to pictures, each on its own trajectory."""
+
+    latents: Tensor
+    """float32 ``[K, M, tokens, channels]``: x_k at the steps that were asked for, ascending."""
+    velocities: Tensor
+    """float32 ``[K, M, tokens, channels]``."""
+    x0: Tensor
+    """float32 ``[M, tokens, channels]``: the clean latents at the end."""
+
+
+@dataclass(order=True)
+class _Pending:
+    """An evaluation that can run now; the smallest runs first."""
+
+    priority: tuple[int, int, int, int]
+    node: PlanNode = field(compare=False)
+    position: int = field(compare=False)
+    member: int = field(compare=False)
+    x: Tensor = field(compare=False)
+    previous: tuple[Tensor, float] | None = field(compare=False)
+    """x_0 that the evaluation before promised, and its sigma; none at a branch."""
+
+
+class Sampler:
+    """Draws with one policy on one schedule, a prompt at a time."""
+
+    def __init__(
+        self,
+        exact: Evaluator,
+        sigmas: Tensor,
+        estimate: Evaluator | None = None,
+        estimate_above: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            exact: of what is trained on, and of pictures that are shown.
+            sigmas: ``[T + 1]``.
+            estimate: of completions, which estimate a reward; none is ``exact``.
+            estimate_above: noise level above which they use it, and ``exact`` up to it.
+        """
+        self.exact, self.estimate = exact, estimate or exact
+        self.sigmas, self._estimate_above = sigmas, estimate_above
+
+    @property
+    def steps(self) -> int:
+        return len(self.sigmas) - 1
+
+    @property
+    def shape(self) -> LatentShape:
+        return self.exact.policy.shape
+
+    @torch.no_grad()
+    def trajectory(
+        self, start: Tensor, embeds: PromptEmbeds, first: int = 0, last: int | None = None
+    ) -> Trajectory:
+        """Walk the schedule, or a part of it, by ODE.
+
+        Args:
+            start: float32 ``[B, tokens, channels]``: noise, or the latents at ``first``.
+            first, last: schedule indices to walk between; the whole schedule by default.
+        """
+        x, latents, velocities = start, [start], []
+        for index in range(first, self.steps if last is None else last):
+            v = self._velocity(self.exact, x, [index] * len(x), embeds)
+            x = euler_step(x, v, float(self.sigmas[index]), float(self.sigmas[index + 1]))
+            velocities.append(v)
+            latents.append(x)
+        return Trajectory(torch.stack(latents), torch.stack(velocities))
+
+    @torch.no_grad()
+    def member_walks(
+        self,
+        noise: Tensor,
+        indices: Sequence[int],
+        injected: Mapping[int, InjectedStep],
+        kept: Collection[int],
+        embeds: PromptEmbeds,
+        second_order_from: int | None = None,
+    ) -> MemberWalks:
+        """Walk every member along the schedule, stochastic where noise is injected, else by ODE.
+
+        Members that start from one noise are one latent up to the first stochastic step.
+
+        Args:
+            noise: float32 ``[1 or M, tokens, channels]``, at sigma 1.
+            indices: schedule indices to visit, ascending, the last one T.
+            injected: stochastic steps by schedule index, at least one.
+            kept: those of them whose latents and velocities are returned.
+            second_order_from: schedule index from which on the ODE is solved by DPM-Solver++.
+        """
+        x, latents, velocities = noise, [], []
+        previous: tuple[Tensor, float] | None = None
+        for index, next_index in pairwise(indices):
+            if index in injected:
+                x = x.expand_as(injected[index].noise)
+            v = self._velocity(self.exact, x, [index] * len(x), embeds)
+            if index in kept:
+                latents.append(x)
+                velocities.append(v)
+            sigma, sigma_next = float(self.sigmas[index]), float(self.sigmas[next_index])
+            if index in injected:
+                step = injected[index].step
+                x = step.sample(step.mean(x, v), injected[index].noise)
+            elif second_order_from is not None and index >= second_order_from:
+                x0 = predict_x0(x, v, sigma)
+                x = dpm_solver_step(x, x0, sigma, sigma_next, previous)
+                previous = (x0, sigma)
+            else:
+                x = euler_step(x, v, sigma, sigma_next)
+        return MemberWalks(torch.stack(latents), torch.stack(velocities), x)
+
+    @torch.no_grad()
+    def completions(
+        self,
+        branches: Tensor,
+        step_indices: Sequence[int],
+        granularities: Sequence[int],
+        embeds: PromptEmbeds,
+        thin: bool = False,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Finish every branch by ODE on every granularity, sharing common prefixes.
+
+        All SDE steps, members and granularities flow through one queue, early SDE steps first, so
+        that batches stay full while finished steps can already be decoded and scored.
+
+        Args:
+            branches: float32 ``[K, M, tokens, channels]``: x_{k+1} of every member.
+            step_indices: the K SDE steps k.
+            granularities: Lambda.
+            thin: granularity 1 by fewer steps of second order, see ``completion_steps``.
+
+        Yields:
+            ``(position of the step in step_indices, x_0 float32 [granularities, M, tokens,
+            channels])``, each step once, as soon as it is complete.
+        """
+        members = branches.shape[1]
+        # A batch is of one evaluator.
+        queues: dict[Evaluator, list[_Pending]] = {self.exact: [], self.estimate: []}
+        for position, k in enumerate(step_indices):
+            root = branch_plan(self.steps, k, granularities, thin)
+            for member in range(members):
+                self._push(queues, root, position, member, branches[position, member])
+        results = branches.new_empty(len(step_indices), len(granularities), *branches.shape[1:])
+        missing = [len(granularities) * members] * len(step_indices)
+
+        while any(queues.values()):
+            evaluate = _next_queue(queues)
+            batch_size = min(evaluate.batch_size, len(queues[evaluate]))
+            batch = [heapq.heappop(queues[evaluate]) for _ in range(batch_size)]
+            x = torch.stack([item.x for item in batch])
+            indices = [item.node.index for item in batch]
+            for item, v in zip(batch, self._velocity(evaluate, x, indices, embeds), strict=True):
+                sigma = float(self.sigmas[item.node.index])
+                x0 = predict_x0(item.x, v, sigma)
+                for granularity in item.node.completes:
+                    results[item.position, granularity, item.member] = x0
+                    missing[item.position] -= 1
+                for step, child in item.node.children.items():
+                    sigma_next = float(self.sigmas[step.to_index])
+                    if step.second_order:
+                        x_next = dpm_solver_step(item.x, x0, sigma, sigma_next, item.previous)
+                    else:
+                        x_next = euler_step(item.x, v, sigma, sigma_next)
+                    self._push(queues, child, item.position, item.member, x_next, (x0, sigma))
+            for position in sorted({item.position for item in batch}):
+                if missing[position] == 0:
+                    yield position, results[position]
+
+    def _push(
+        self,
+        queues: dict[Evaluator, list[_Pending]],
+        node: PlanNode,
+        position: int,
+        member: int,
+        x: Tensor,
+        previous: tuple[Tensor, float] | None = None,
+    ) -> None:
+        # Within a step the longest remaining path goes first, so that it ends with full batches.
+        priority = (position, -node.depth, member, node.index)
+        noisy = float(self.sigmas[node.index]) > self._estimate_above
+        queue = queues[self.estimate if noisy else self.exact]
+        heapq.heappush(queue, _Pending(priority, node, position, member, x, previous))
+
+    def _velocity(
+        self, evaluate: Evaluator, x: Tensor, indices: list[int], embeds: PromptEmbeds
+    ) -> Tensor:
+        return evaluate(x, self.sigmas[indices].to(x.device, torch.float32), embeds)
+
+
+def _next_queue(queues: Mapping[Evaluator, list[_Pending]]) -> Evaluator:
+    """The one with the first evaluation of those that fill a batch, or else the longest."""
+    full = [evaluate for evaluate, queue in queues.items() if len(queue) >= evaluate.batch_size]
+    if full:
+        return min(full, key=lambda evaluate: queues[evaluate][0])
+    return max(queues, key=lambda evaluate: len(queues[evaluate]))

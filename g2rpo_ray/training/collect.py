@@ -1,0 +1,107 @@
+"""From what the roles answer to the metrics of one iteration."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
+
+from g2rpo_ray.learner.ranks import LearnerUpdate
+from g2rpo_ray.rollout.answers import HeldoutPictures, RolloutSummary
+from g2rpo_ray.rollout.reward_summary import RewardSummary
+from g2rpo_ray.weight_sync import SyncReport
+
+
+def rollout_metrics(summaries: Sequence[RolloutSummary], generate_s: float) -> dict[str, float]:
+    """Rewards and cost of one iteration's rollout."""
+    values: dict[str, float] = {}
+    for name in summaries[0].rewards:
+        values |= _reward_metrics(name, [summary.rewards[name] for summary in summaries])
+        requests = [request[name] for s in summaries for request in s.measured if name in request]
+        if requests:
+            values |= _scoring_metrics(name, requests)
+    for phase in ("denoise_s", "decode_s", "score_s"):
+        values[f"rollout/{phase}"] = sum(s.seconds.get(phase, 0.0) for s in summaries)
+    evaluations = sum(s.evaluations for s in summaries)
+    return values | {
+        "weight_version": summaries[0].weight_version,
+        "rollout/evaluations": evaluations,
+        "rollout/pictures": sum(s.pictures for s in summaries),
+        "rollout/evaluations_per_s": evaluations / generate_s,
+    }
+
+
+def _reward_metrics(name: str, rewards: Sequence[RewardSummary]) -> dict[str, float]:
+    scores, groups = sum(r.scores for r in rewards), sum(r.groups for r in rewards)
+    return {
+        f"reward/{name}/mean": _share(sum(r.score_sum for r in rewards), scores),
+        f"reward/{name}/spread": _share(sum(r.spread_sum for r in rewards), groups),
+        f"reward/{name}/constant_share": _share(sum(r.constant_groups for r in rewards), groups),
+    }
+
+
+def _share(total: float, count: int) -> float:
+    return total / count if count else math.nan
+
+
+def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, float]:
+    # A request without an answer has neither time nor passes.
+    answered = [request for request in requests if "latency_s" in request]
+    means = {
+        f"reward/{name}/{key}": fmean(r[key] for r in answered) if answered else math.nan
+        for key in ("latency_s", "batch_fill")
+    }
+    return means | {f"reward/{name}/failures": sum(r["failures"] for r in requests)}
+
+
+def flop_metrics(
+    summaries: Sequence[RolloutSummary], tflop_per_evaluation: float
+) -> dict[str, float]:
+    """How fast a worker computes while it is in the transformer; NaN where it never was."""
+    denoise_s = sum(s.seconds.get("denoise_s", 0.0) for s in summaries)
+    tflop = tflop_per_evaluation * sum(s.evaluations for s in summaries)
+    return {"rollout/tflop_per_s": tflop / denoise_s if denoise_s else math.nan}
+
+
+def update_metrics(update: LearnerUpdate) -> dict[str, float]:
+    """Health of one iteration's update; means over the groups that were not dropped."""
+    trained = [record for record in update.records if record.valid]
+    first = [r.health.max_abs_log_ratio for r in update.records if r.update == 0]
+    values: dict[str, float] = {
+        "groups/trained": len(trained),
+        "groups/dropped": len(update.records) - len(trained),
+        "groups/masked_members": sum(record.masked_members for record in trained),
+        # NumPy's maximum is NaN where one is; Python's depends on the order.
+        "policy/first_max_abs_log_ratio": float(np.max(first)),
+        "policy/max_abs_log_ratio": float(
+            np.max([r.health.max_abs_log_ratio for r in update.records])
+        ),
+        "policy/grad_norm": fmean(update.grad_norms),
+        "policy/learning_rate": update.learning_rate,
+        "policy/updates": len(update.grad_norms),
+    }
+    if trained:
+        values |= {
+            "advantage/abs_mean": fmean(r.advantage_abs_mean for r in trained),
+            "advantage/clamped_share": fmean(r.advantage_clamped_share for r in trained),
+            "policy/loss": fmean(r.loss for r in trained),
+            "policy/ratio_mean": fmean(r.health.ratio_mean for r in trained),
+            "policy/approx_kl": fmean(r.health.approx_kl for r in trained),
+            "policy/kl_to_reference": fmean(r.kl_to_reference for r in trained),
+            "policy/clip_fraction_low": fmean(r.health.clip_fraction_low for r in trained),
+            "policy/clip_fraction_high": fmean(r.health.clip_fraction_high for r in trained),
+        }
+    return values
+
+
+def sync_metrics(report: SyncReport) -> dict[str, float]:
+    """Size of what one receiver got."""
+    return {"sync/bytes": report.bytes, "sync/tensors": report.tensors}
+
+
+def heldout_metrics(results: Sequence[HeldoutPictures]) -> dict[str, float]:
+    """Mean of each reward over all held-out pictures; NaN where one has no score."""
+    return {
+        f"heldout/{name}": fmean(float(score) for r in results for score in r.scores[name])
+        for name in results[0].scores
+    }

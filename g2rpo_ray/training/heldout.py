@@ -1,0 +1,183 @@
+"""Evaluation during training: by the rollout workers, or beside it by workers of its own."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from g2rpo_ray.cluster.postmortem import first_line
+from g2rpo_ray.common.errors import RunError
+from g2rpo_ray.config import Config
+from g2rpo_ray.prompts.dataset import evenly
+from g2rpo_ray.rollout.answers import HeldoutPictures
+from g2rpo_ray.rollout.crew import SyncWorkers
+from g2rpo_ray.rollout.pool import POLL_S, OnWait, RolloutPool
+from g2rpo_ray.run.folder import best_evaluated, evaluated_iterations, is_stalled, save_heldout
+from g2rpo_ray.tracking.metrics import MetricsLog
+from g2rpo_ray.training.collect import heldout_metrics
+from g2rpo_ray.training.roles import Roles
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 2.0
+"""For the thread to notice; what it waits for else ends with its workers."""
+Prompts = Sequence[ray.ObjectRef]
+
+
+class EvaluationGivenUpError(RunError):
+    """The run ends: nobody waits for this evaluation any more."""
+
+
+@dataclass
+class _UnderWay:
+    """An evaluation beside the training."""
+
+    iteration: int
+    results: "Future[list[HeldoutPictures]]"
+    progress: tuple[int, int]
+    """(done, total) in prompts."""
+
+
+class HeldoutEvaluation:
+    """Judges the weights of a run on held-out prompts, and remembers what came of it.
+
+    With workers of its own an evaluation goes on beside the training and never stops or delays it:
+    one that fails is told, counted and has no numbers; while one is under way no other is begun.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_folder: Path,
+        roles: Roles,
+        log: MetricsLog,
+        tell: Callable[[str], None],
+        encode: Callable[[], Prompts],
+    ) -> None:
+        """
+        Args:
+            tell: told of evaluations that have no numbers, and of scores that are missing.
+            encode: gives references to the held-out prompts with their embeddings.
+        """
+        self._config, self._run_folder, self._roles = config, run_folder, roles
+        self._log, self._tell, self._encode = log, tell, encode
+        self._beside: _UnderWay | None = None
+        self._closed = threading.Event()
+        self._last: int | None = None
+        """Iteration whose evaluation was begun last."""
+        self.missed = 0
+        """Evaluations that failed or were left out, since the start."""
+        self.is_stalled = is_stalled(config)
+        """Whether ``evaluation.patience`` is used up."""
+
+    def evaluate(self, iteration: int, on_wait: OnWait) -> None:
+        """Judge the weights of now, if nobody has; returns at once with workers of its own."""
+        self.collect()
+        if iteration == self._last or iteration in evaluated_iterations(self._config):
+            return
+        if self._beside is not None:
+            done, total = self._beside.progress
+            self._miss(
+                f"evaluation of iteration {iteration} is left out: that of iteration "
+                f"{self._beside.iteration} is still under way ({done} of {total} prompts); give it "
+                "more evaluation.workers, or a longer evaluation.every"
+            )
+            return
+        self._last = iteration
+        prompts, pool = self._encode(), self._roles.evaluation_pool
+        if pool is None:
+            self._record(iteration, self._roles.pool.evaluate(prompts, on_wait))
+            return
+        send = self._roles.weights_of_now(self._config.weight_sync.timeout_s)
+        self._beside = _UnderWay(iteration, Future(), (0, len(prompts)))
+        threading.Thread(
+            target=self._draw, args=(self._beside, pool, send, prompts), daemon=True
+        ).start()
+
+    def collect(self) -> None:
+        """Record the evaluation beside the training, if it has ended."""
+        ended = self._beside
+        if ended is None or not ended.results.done():
+            return
+        self._beside = None
+        error = ended.results.exception()
+        if error is None:
+            self._record(ended.iteration, ended.results.result())
+            return
+        logger.warning("evaluation of iteration %d", ended.iteration, exc_info=error)
+        self._miss(
+            f"evaluation of iteration {ended.iteration} failed, it has no numbers: {_cause(error)}"
+        )
+
+    def finish(self, iteration: int, on_wait: OnWait) -> None:
+        """See to it that the last weights are judged, too; returns when all is recorded."""
+        self._wait(on_wait)
+        self.evaluate(iteration, on_wait)
+        self._wait(on_wait)
+
+    def _wait(self, on_wait: OnWait) -> None:
+        while self._beside is not None:
+            on_wait(*self._beside.progress)
+            time.sleep(POLL_S / 5)
+            self.collect()
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self.collect()
+        self._closed.set()
+        if self._beside is not None:
+            self._tell(f"evaluation of iteration {self._beside.iteration} is given up: no numbers")
+            wait([self._beside.results], CLOSE_S)
+
+    @property
+    def kept(self) -> list[int]:
+        """Iterations whose checkpoints are kept: the best, and the one that may become it."""
+        if self._config.checkpoint.best is None:
+            return []
+        best = best_evaluated(self._config)
+        beside = self._beside.iteration if self._beside else None
+        return [iteration for iteration in (best, beside) if iteration is not None]
+
+    def _draw(
+        self, beside: _UnderWay, pool: RolloutPool, send: SyncWorkers, prompts: Prompts
+    ) -> None:
+        def on_wait(done: int, total: int) -> None:
+            beside.progress = done, total
+            if self._closed.is_set():
+                raise EvaluationGivenUpError(f"evaluation of iteration {beside.iteration}")
+
+        try:
+            pool.sync(send)
+            beside.results.set_result(pool.evaluate(prompts, on_wait))
+        except Exception as error:  # noqa: BLE001  (handed to the thread that trains)
+            beside.results.set_exception(error)
+
+    def _record(self, iteration: int, results: list[HeldoutPictures]) -> None:
+        for failure in (failure for result in results for failure in result.failures):
+            self._tell(f"evaluation of iteration {iteration} lacks a score: {failure}")
+        self._log.record(iteration, heldout_metrics(results))
+        shown = evenly(results, self._config.evaluation.pictures_shown)
+        save_heldout(self._run_folder, iteration, shown)
+        self._log.pictures(
+            iteration, {result.prompt: result.pictures[0].numpy() for result in shown}
+        )
+        if not self.is_stalled and is_stalled(self._config):
+            self.is_stalled = True
+            self._tell(
+                f"no new highest held-out {self._config.checkpoint.best} in the last "
+                f"{self._config.evaluation.patience} evaluations (evaluation.patience): the run "
+                "ends early"
+            )
+
+    def _miss(self, why: str) -> None:
+        self.missed += 1
+        self._tell(why)
+
+
+def _cause(error: BaseException) -> str:
+    return first_line(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,180 @@
+"""The command line: exit codes, messages on stderr, and a dry run that starts nothing."""
+
+import errno
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import ray
+
+from g2rpo_ray.cli import main
+from g2rpo_ray.config import Config, load_config, save_config
+from g2rpo_ray.run.folder import open_run
+from tests.tiny import QUICKSTART
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", init)
+
+
+def train(*arguments: str) -> int:
+    return main(["train", str(QUICKSTART), *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["learner.lr=1"], "learner.lr: unknown key"),
+        (["seed"], "override 'seed': expected key.sub=value"),
+        (["model.path=/no/model"], "model.path '/no/model': no such folder"),
+        (["prompts.train=/no/prompts.txt"], "/no/prompts.txt: no such prompt file"),
+        (["prompts.heldout=/no/prompts.txt"], "/no/prompts.txt: no such prompt file"),
+        (
+            ["prompts.train=tiny_world:prompts/heldout.txt"],
+            "prompts.train and prompts.heldout share 288 prompts, such as 'a blue",
+        ),
+        (["--resume", "/no/checkpoint"], "--resume /no/checkpoint: no such folder"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_one_message_before_ray_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    run_dir = tmp_path / "run"
+    assert train(f"run_dir={run_dir}", *arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("g2rpo: ")
+    assert named in printed
+    assert "Traceback" not in printed
+    assert not run_dir.exists()
+
+
+def test_a_folder_that_has_a_run_says_what_resume_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override = f"run_dir={tmp_path / 'run'}"
+    run = open_run(load_config(QUICKSTART, [override]), "none")
+    (run.folder / "metrics.jsonl").write_text('{"iteration": 0, "kind": "evaluation"}\n')
+    assert train(override) == 2
+    assert "already has a run: --resume auto continues it" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device", "/disk/report.html")
+
+    monkeypatch.setattr("g2rpo_ray.training.train.train", full)
+    assert train(f"run_dir={tmp_path}") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("g2rpo: [Errno 28] No space left on device: '/disk/report.html'")
+
+
+def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "/no/run.yaml"]) == 2
+    assert "/no/run.yaml: no such configuration file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sample", "run", "--prompt", "a cat", "--count", "0"],
+        ["embed", "run.yaml", "p.txt", "--out", "e", "--workers", "0"],
+        ["embed", "run.yaml", "p.txt", "--out", "e", "--shard-size", "0"],
+        ["embed", "run.yaml", "p.txt", "--out", "e", "--limit", "-1"],
+        ["export", "run", "--to", "e", "--max-shard-size", "large"],
+    ],
+)
+def test_numbers_out_of_range_are_named(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert f"argument {arguments[-2]}: '{arguments[-1]}': expected" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_moved_is_the_run_and_not_what_lies_at_its_old_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
+    save_config(load_config(QUICKSTART, [f"run_dir={old}"]), new / "config.yaml")
+    used: list[str] = []
+
+    def sample(config: Config, **_: object) -> list[Path]:
+        used.append(config.run_dir)
+        return []
+
+    monkeypatch.setattr("g2rpo_ray.commands.sample.sample", sample)
+    monkeypatch.chdir(tmp_path)
+    assert main(["sample", "new", "--prompt", "a cat"]) == 0
+    assert used == [str(new)]
+
+
+def test_dry_run_prints_the_arithmetic_and_writes_the_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    overrides = [
+        "sampling.members=5",
+        "sampling.prompts_per_iteration=3",
+        "sampling.steps=6",
+        "g2rpo.sde_steps=[0, 1, 2]",
+        "g2rpo.granularities=[1, 2]",
+        "learner.update=per_sde_step",
+        "iterations=7",
+    ]
+    assert train("--dry-run", f"run_dir={run_dir}", *overrides) == 0
+    printed = capsys.readouterr().out
+    lines = dict(line.strip().split("  ", 1) for line in printed.splitlines() if "  " in line)
+    assert lines["prompts"] == "3 an iteration, 21 in all"
+    assert lines["groups"] == "9 of 5 members"
+    # 3 prompts x 3 steps x 5 members x 2 granularities.
+    assert lines["pictures"] == "90 decoded and scored"
+    assert lines["updates"] == "3 (per_sde_step)"
+    assert "oracle (evaluated only)" in lines["rewards"]
+    assert f"resolved configuration: {run_dir}/resolved.yaml" in printed
+    assert [path.name for path in run_dir.iterdir()] == ["resolved.yaml"]
+    assert load_config(run_dir / "resolved.yaml") == load_config(
+        QUICKSTART, [f"run_dir={run_dir}", *overrides]
+    )
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_options_may_stand_before_between_and_after_overrides(tmp_path: Path, place: int) -> None:
+    arguments = [f"run_dir={tmp_path}", "seed=5"]
+    arguments.insert(place, "--dry-run")
+    assert train(*arguments) == 0
+    assert load_config(tmp_path / "resolved.yaml").seed == 5
+
+
+def test_unknown_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train("--dry-rum", "seed=5")
+    assert caught.value.code == 2
+    assert "--dry-rum" in capsys.readouterr().err
+
+
+def test_run_dir_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert train("--dry-run", f"run_dir={file}/run") == 2
+    printed = capsys.readouterr().err
+    assert f"run_dir {file}/run: cannot be written" in printed
+
+
+def test_what_is_missing_is_named_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert "required: CONFIG\n" in capsys.readouterr().err
+
+
+def test_a_plan_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "--json", "/no/plan.json"]) == 2
+    assert "--json /no/plan.json: cannot be written" in capsys.readouterr().err

@@ -1,0 +1,339 @@
+"""Exported weights in a plain diffusers pipeline, and every kind of weights in ``g2rpo sample``."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from g2rpo_ray.commands.export import ExportError, export, model_card
+from g2rpo_ray.commands.sample import SampleError, sample
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config, LoraSection, save_config
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
+from g2rpo_ray.maths import noise
+from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.loading import ModelFolderError
+from g2rpo_ray.models.saving import ADAPTER_FILE
+from g2rpo_ray.models.weights import trainable_parameters
+from g2rpo_ray.run.folder import RunFolderError, trained_kind
+from tests.tiny import CAPTIONS, tiny_config
+
+SEED = 3
+KINDS = {
+    "full": [],
+    # A scale of 2.5, which a loader that ignores alpha would not apply.
+    "lora": ["model.lora={rank: 4, alpha: 10.0}"],
+}
+
+
+def make_run(run_dir: Path, *overrides: str) -> Config:
+    """A run with one checkpoint, whose weights are some way from the base model's."""
+    config = tiny_config(run_dir, "sampling.steps=4", "evaluation.steps=4", *overrides)
+    state = {}
+    for name, parameter in trainable_parameters(load_policy(config)).items():
+        change = noise.normal(tuple(parameter.shape), "trained", name) * 0.02
+        state[f"weight.{name}"] = parameter.detach() + change
+        state[f"ema.{name}"] = parameter.detach() + change / 2
+        state |= {f"{m}.{name}": torch.zeros_like(change) for m in ("exp_avg", "exp_avg_sq")}
+    kind = "full" if config.model.lora is None else "lora rank 4 alpha 10"
+    folder = checkpoint_folder(run_dir, 7)
+    write_checkpoint(folder, CheckpointInfo(7, 7, 7, 100, 1.0, kind, config.seed), state)
+    save_config(config, run_dir / "config.yaml")
+    return config
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
+    return {kind: make_run(tmp_path_factory.mktemp(kind), *o) for kind, o in KINDS.items()}
+
+
+def draw(
+    config: Config,
+    checkpoint: str,
+    folder: Path,
+    trained_steps: int | None = None,
+    average: bool = False,
+) -> np.ndarray:
+    """The first picture of ``g2rpo sample``."""
+    paths = sample(
+        config,
+        checkpoint=checkpoint,
+        prompts=CAPTIONS[:1],
+        pictures_per_prompt=1,
+        seed=SEED,
+        folder=folder,
+        trained_steps=trained_steps,
+        average=average,
+    )
+    return np.asarray(Image.open(paths[0])).astype(int)
+
+
+def draw_plainly(pipeline: FluxPipeline, config: Config) -> np.ndarray:
+    """The same picture by nothing but diffusers."""
+    pipeline.set_progress_bar_config(disable=True)
+    tokens = (config.sampling.height // 16) * (config.sampling.width // 16)
+    picture = pipeline(
+        CAPTIONS[0],
+        height=config.sampling.height,
+        width=config.sampling.width,
+        num_inference_steps=config.evaluation.steps,
+        guidance_scale=config.sampling.guidance,
+        latents=noise.normal((tokens, 64), "sample", SEED, 0)[None],
+        max_sequence_length=config.prompts.max_sequence_length,
+    ).images[0]
+    return np.asarray(picture).astype(int)
+
+
+def base_pipeline(**parts: object) -> FluxPipeline:
+    return FluxPipeline.from_pretrained(resolve_path("tiny_world:flux"), **parts)
+
+
+def assert_same_picture(first: np.ndarray, second: np.ndarray) -> None:
+    # As in tests/models/test_against_diffusers.py: a value on a border may round the other way.
+    difference = np.abs(first - second)
+    assert difference.max() <= 1
+    assert (difference > 0).mean() < 0.01
+
+
+def test_an_exported_adapter_gives_a_plain_pipeline_the_same_picture(
+    runs: dict[str, Config], tmp_path: Path
+) -> None:
+    config, folder = runs["lora"], tmp_path / "adapter"
+    assert export(config, checkpoint="last", folder=folder) == "adapter"
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "not to be handed on"
+    ours = draw(config, "last", tmp_path / "ours")
+    pipeline = base_pipeline()
+    base = draw_plainly(pipeline, config)
+    pipeline.load_lora_weights(folder)
+    assert_same_picture(draw_plainly(pipeline, config), ours)
+    assert np.abs(base - ours).max() > 20
+    assert_same_picture(draw(config, str(folder), tmp_path / "exported"), ours)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_an_exported_transformer_gives_a_plain_pipeline_the_same_picture(
+    runs: dict[str, Config], tmp_path: Path, kind: str
+) -> None:
+    config, folder = runs[kind], tmp_path / "transformer"
+    form = export(
+        config, checkpoint="last", folder=folder, merge=kind == "lora", max_shard_size="2MB"
+    )
+    assert form == ("merged" if kind == "lora" else "full")
+    assert len(list(folder.glob("diffusion_pytorch_model-*.safetensors"))) > 1
+    ours = draw(config, "last", tmp_path / "ours")
+    transformer = FluxTransformer2DModel.from_pretrained(folder)
+    assert_same_picture(draw_plainly(base_pipeline(transformer=transformer), config), ours)
+    assert_same_picture(draw(config, str(folder), tmp_path / "exported"), ours)
+
+
+def test_published_weights_are_one_file_without_a_configuration(
+    runs: dict[str, Config], tmp_path: Path
+) -> None:
+    config, folder = runs["full"], tmp_path / "published"
+    export(config, checkpoint="last", folder=folder)
+    (folder / "config.json").unlink()
+    (folder / "README.md").unlink()
+    ours = draw(config, "last", tmp_path / "ours")
+    file = folder / "diffusion_pytorch_model.safetensors"
+    for number, name in enumerate((folder, file)):
+        assert np.array_equal(draw(config, str(name), tmp_path / str(number)), ours)
+    # A LoRA run's configuration does for the base model and the schedule.
+    assert np.array_equal(draw(runs["lora"], str(file), tmp_path / "lora"), ours)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_hybrid_pictures_lie_between_trained_and_base(
+    runs: dict[str, Config], tmp_path: Path, kind: str
+) -> None:
+    config = runs[kind]
+    trained, base = draw(config, "last", tmp_path / "t"), draw(config, "base", tmp_path / "b")
+    none = draw(config, "last", tmp_path / "0", trained_steps=0)
+    every = draw(config, "last", tmp_path / "4", trained_steps=4)
+    half = draw(config, "last", tmp_path / "2", trained_steps=2)
+    assert np.array_equal(none, base)
+    assert np.array_equal(every, trained)
+    assert not np.array_equal(half, base)
+    assert not np.array_equal(half, trained)
+
+
+def test_the_moving_average_is_drawn_and_exported(runs: dict[str, Config], tmp_path: Path) -> None:
+    config, folder = runs["full"], tmp_path / "average"
+    average = draw(config, "last", tmp_path / "ours", average=True)
+    assert not np.array_equal(average, draw(config, "last", tmp_path / "last"))
+    export(config, checkpoint="last", folder=folder, average=True)
+    assert_same_picture(draw(config, str(folder), tmp_path / "exported"), average)
+    with pytest.raises(SampleError, match="is no checkpoint of a run"):
+        draw(config, str(folder), tmp_path / "other", average=True)
+
+
+def test_more_hybrid_steps_than_there_are(runs: dict[str, Config], tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match="allowed: 0 to 4"):
+        draw(runs["full"], "last", tmp_path, trained_steps=5)
+
+
+def test_the_card_names_recipe_data_and_use(runs: dict[str, Config], tmp_path: Path) -> None:
+    export(runs["lora"], checkpoint="last", folder=tmp_path / "adapter")
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    for text in (
+        "pipeline.load_lora_weights",
+        "shift=3",
+        "lora rank 4 alpha 10",
+        "7 iterations",
+        "tiny_world:prompts/train.txt",
+        "trained with g2rpo",
+        "the run has no evaluation",
+    ):
+        assert text in card
+
+
+def test_the_card_names_the_modules_that_were_trained(runs: dict[str, Config]) -> None:
+    config = runs["full"]
+    model = config.model.model_copy(update={"trained_modules": ["attn.to_q", "attn.to_k"]})
+    cards = {
+        kind: model_card(config, CheckpointInfo(7, 7, 7, 100, 1.0, kind, 0), "full")
+        for kind in (trained_kind(config.model), trained_kind(model))
+    }
+    whole, part = cards.values()
+    assert "A transformer, all of whose weights were trained." in whole
+    assert "of whose weights those of attn.to_q, attn.to_k were trained." in part
+
+
+def test_the_base_model_is_not_exported(runs: dict[str, Config], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"--checkpoint base: .*model\.path.* last, best"):
+        export(runs["full"], checkpoint="base", folder=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_for_pictures_that_cannot_be_written_is_named_before_anything_is_loaded(
+    runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("g2rpo_ray.commands.sample.load_source", None)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SampleError, match=r"--out .*/file: pictures cannot be written there"):
+        draw(runs["full"], "last", tmp_path / "file")
+    (tmp_path / "file").unlink()
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("g2rpo_ray.commands.sample.TemporaryFile", refuse)
+    with pytest.raises(SampleError, match="Permission denied"):
+        draw(runs["full"], "last", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_large_pictures_are_drawn_in_tiles(
+    runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiled, decode = [], AutoencoderKL.tiled_decode
+
+    def watched(vae: AutoencoderKL, latents: torch.Tensor, **options: bool) -> object:
+        tiled.append(latents.shape)
+        return decode(vae, latents, **options)
+
+    monkeypatch.setattr(AutoencoderKL, "tiled_decode", watched)
+    rollout = runs["full"].rollout.model_copy(update={"decode_tile_above_px": 64})
+    sampling = runs["full"].sampling.model_copy(update={"height": 80})
+    config = runs["full"].model_copy(update={"rollout": rollout, "sampling": sampling})
+    draw(config, "base", tmp_path)
+    assert tiled
+
+
+def test_a_folder_that_is_there_is_not_touched(runs: dict[str, Config], tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(ExportError, match="is there already"):
+        export(runs["full"], checkpoint="last", folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_disk_that_fails_leaves_nothing(
+    runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FluxTransformer2DModel, "save_pretrained", full)
+    with pytest.raises(ExportError, match="No space left on device"):
+        export(runs["full"], checkpoint="last", folder=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_weights_have_nothing_to_merge(runs: dict[str, Config], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="--merged is for LoRA runs"):
+        export(runs["full"], checkpoint="last", folder=tmp_path / "out", merge=True)
+
+
+def test_an_adapter_for_other_modules_is_named(runs: dict[str, Config], tmp_path: Path) -> None:
+    tensors = {
+        f"transformer.blocks.0.attn.qkv.lora_{part}.weight": torch.zeros(4, 4) for part in "AB"
+    }
+    save_file(tensors, tmp_path / ADAPTER_FILE)
+    with pytest.raises(ModelFolderError, match=r"blocks\.0\.attn\.qkv; it belongs to another"):
+        draw(runs["lora"], str(tmp_path), tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["no prefix", "half a pair", "a scale", "whole numbers"])
+def test_an_adapter_that_would_bind_in_part_is_refused(
+    runs: dict[str, Config], tmp_path: Path, damage: str
+) -> None:
+    export(runs["lora"], checkpoint="last", folder=tmp_path / "adapter")
+    file = tmp_path / "adapter" / ADAPTER_FILE
+    tensors = load_file(file)
+    first = min(tensors)
+    named = first
+    if damage == "no prefix":
+        tensors = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        named = first.removeprefix("transformer.")
+    elif damage == "half a pair":
+        del tensors[first]
+    elif damage == "a scale":
+        named = first.replace(".lora_A.weight", ".alpha")
+        tensors[named] = torch.tensor(1.0)
+    else:
+        tensors[first] = tensors[first].to(torch.int8)
+    save_file(tensors, file)
+    with pytest.raises(ModelFolderError, match=re.escape(named)):
+        draw(runs["lora"], str(file), tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_damaged_and_foreign_transformers_are_named(
+    runs: dict[str, Config], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    export(runs["full"], checkpoint="last", folder=folder, max_shard_size="2MB")
+    shards = sorted(folder.glob("diffusion_pytorch_model-*"))
+    whole = shards[0].read_bytes()
+    shards[0].write_bytes(whole[:-10])
+    with pytest.raises(ModelFolderError, match="cut short"):
+        draw(runs["full"], str(folder), tmp_path / "a")
+    shards[0].unlink()
+    with pytest.raises(ModelFolderError, match=f"{shards[0].name}: missing"):
+        draw(runs["full"], str(folder), tmp_path / "a")
+    shards[0].write_bytes(whole)
+    tensors = load_file(shards[0])
+    name = next(iter(tensors))
+    save_file({n: t for n, t in tensors.items() if n != name}, shards[0])
+    with pytest.raises(ModelFolderError, match=f"1 tensors are missing.* first {name}"):
+        draw(runs["full"], str(folder), tmp_path / "a")
+
+
+def test_checkpoints_of_the_other_kind_do_not_bind(runs: dict[str, Config], tmp_path: Path) -> None:
+    lora_checkpoint = checkpoint_folder(Path(runs["lora"].run_dir), 7)
+    copy = shutil.copytree(lora_checkpoint, tmp_path / "iteration_000007")
+    # The same tensors at another scale bind without a word.
+    scaled = LoraSection(rank=4, alpha=20.0)
+    other_scale = runs["lora"].model.model_copy(update={"lora": scaled})
+    for config in (runs["full"], runs["lora"].model_copy(update={"model": other_scale})):
+        kinds = rf"'lora rank 4 alpha 10' weights, .* '{trained_kind(config.model)}'"
+        with pytest.raises(RunFolderError, match=kinds):
+            export(config, checkpoint=str(copy), folder=tmp_path / "out")
+        with pytest.raises(RunFolderError, match=kinds):
+            draw(config, str(copy), tmp_path / "pictures")

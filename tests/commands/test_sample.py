@@ -1,0 +1,36 @@
+"""``g2rpo sample`` saves no picture that the weights did not really give."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from g2rpo_ray.commands import sample as sample_module
+from g2rpo_ray.commands.sample import SampleError, sample
+from g2rpo_ray.config import Config
+from g2rpo_ray.models.flux import FluxPolicy, load_policy
+from tests.tiny import CAPTIONS, tiny_config
+
+
+def broken_policy(config: Config) -> FluxPolicy:
+    policy = load_policy(config)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.fill_(torch.nan)
+    return policy
+
+
+def test_latents_that_are_not_finite_are_an_error_and_no_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_module, "load_policy", broken_policy)
+    with pytest.raises(SampleError, match=r"2 of 2 pictures .* prompt 'a red circle left"):
+        sample(
+            tiny_config(tmp_path / "run"),
+            checkpoint="base",
+            prompts=CAPTIONS[:1],
+            pictures_per_prompt=2,
+            seed=0,
+            folder=tmp_path / "out",
+        )
+    assert list((tmp_path / "out").iterdir()) == []

@@ -1,0 +1,359 @@
+"""LearnerGroup: what its ranks cannot do is said in the learner's own words."""
+
+import re
+import resource
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from g2rpo_ray.common.errors import InputError, RunError
+from g2rpo_ray.learner import ranks as ranks_module
+from g2rpo_ray.learner import waiting as answers
+from g2rpo_ray.learner.checkpoints import files as checkpoint
+from g2rpo_ray.learner.checkpoints.files import (
+    WEIGHTS_FILE,
+    CheckpointError,
+    CheckpointInfo,
+    open_checkpoint,
+    read_info,
+    write_checkpoint,
+)
+from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
+from g2rpo_ray.learner.checkpoints.parts import StatePart
+from g2rpo_ray.learner.engine import LearnerError
+from g2rpo_ray.learner.ranks import LearnerGroup
+from g2rpo_ray.learner.waiting import GroupsLostError, RankLostError
+from g2rpo_ray.learner.worker import Learner
+from tests.tiny import CAPTIONS, draw_groups, encode, equal_weights, tiny_config
+
+
+def info_of(iteration: int) -> CheckpointInfo:
+    return CheckpointInfo(iteration, iteration, iteration, 0, 0.0, "full", 0)
+
+
+@pytest.fixture(scope="module")
+def placement(ray_cluster: None) -> Iterator[PlacementGroup]:  # noqa: ARG001
+    group = placement_group([{"CPU": 0.25}])
+    assert group.wait(60)
+    yield group
+    remove_placement_group(group)
+
+
+def test_a_damaged_checkpoint_is_named_and_ends_the_start(
+    placement: PlacementGroup, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "iteration_000001"
+    state = {"weight.a": torch.ones(2), "exp_avg.a": torch.ones(2), "exp_avg_sq.a": torch.ones(2)}
+    write_checkpoint(damaged, CheckpointInfo(1, 1, 1, 1, 1.0, "full", 0), state)
+    file = damaged / WEIGHTS_FILE.format(0)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError) as caught:
+        LearnerGroup(tiny_config(tmp_path / "run", "learner.ranks=1"), placement, damaged)
+    assert f"{file}: damaged" in str(caught.value)
+
+
+def test_a_rank_that_fails_dies_or_does_not_answer_is_named_with_what_it_did(
+    placement: PlacementGroup, tmp_path: Path
+) -> None:
+    group = LearnerGroup(
+        tiny_config(tmp_path / "run", "learner.ranks=1", "learner.max_failures=0"), placement, None
+    )
+    assert "parameters in" in group.coverage
+    with pytest.raises(LearnerError) as caught:
+        group.update([ray.put("no group")])
+    assert "learner: 'update': rank 0 failed with AttributeError" in str(caught.value)
+    group._timeout_s = 0.0
+    with pytest.raises(LearnerError) as caught:
+        group.checksum()
+    assert "'checksum' did not end within 0 s (learner.timeout_s)" in str(caught.value)
+    group._timeout_s = 60.0
+    ray.kill(group.ranks[0])
+    with pytest.raises(LearnerError, match="a rank died during 'checksum'") as caught:
+        group.checksum()
+    report = str(caught.value)
+    assert "learner.max_failures is 0" in report
+    assert "learner rank 0, pid" in report
+    assert "process: gone" in report
+    assert "node's memory now" in report
+    assert "last lines of" in report
+    assert "--resume auto" in report
+
+
+@pytest.mark.long
+def test_a_lost_rank_leaves_the_weights_as_they_would_have_been(
+    placement: PlacementGroup, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", "learner.ranks=1")
+    groups = [ray.put(group) for group in draw_groups(config, encode(config, CAPTIONS[:2]))]
+    quiet = LearnerGroup(config, placement, None)
+    for _ in range(3):
+        quiet.update(groups)
+    expected = quiet.checksum()
+    quiet.close()
+
+    told: list[str] = []
+    group = LearnerGroup(config, placement, None, told.append)
+    first = group.update(groups)
+    # From the base model, with the first update made again.
+    ray.kill(group.ranks[0])
+    group.update(groups)
+    group.save(checkpoint_folder(tmp_path, 2), info_of(2))
+    third = group.update(groups)
+    group.finish_save()
+    # From the checkpoint, with only the third made again.
+    ray.kill(group.ranks[0])
+    assert group.checksum() == expected
+    assert (group.rebuilds, group.version, len(group._updates)) == (2, 3, 1)
+    assert first.grad_norms != third.grad_norms
+    assert all("rebuilding the learner" in line for line in told)
+    group.close()
+
+
+def test_a_checkpoint_is_of_the_weights_of_then_whatever_comes_while_it_is_written(
+    placement: PlacementGroup, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", "learner.ranks=1")
+    groups = [ray.put(group) for group in draw_groups(config, encode(config, CAPTIONS[:2]))]
+    quiet, disturbed = (checkpoint_folder(tmp_path / name, 1) for name in ("quiet", "disturbed"))
+
+    group = LearnerGroup(config, placement, None)
+    group.update(groups)
+    group.save(quiet, info_of(1))
+    group.finish_save()
+    assert group.saved_unix_s is not None
+    assert group.written_s > 0
+    group.close()
+
+    group = LearnerGroup(config, placement, None)
+    group.update(groups)
+    ray.get(group.ranks[0].__ray_call__.remote(_write_slowly))
+    group.save(disturbed, info_of(1))
+    # The ranks write a copy: this update does not wait, and changes nothing of what is written.
+    group.update(groups)
+    assert (group.saved_unix_s, list_checkpoints(disturbed.parent.parent)) == (None, [])
+    ray.kill(group.ranks[0])
+    group.finish_save()
+    assert (group.rebuilds, group.version, len(group._updates)) == (1, 2, 1)
+    assert list(disturbed.parent.iterdir()) == [disturbed]
+    assert read_info(disturbed) == info_of(1)
+    states = [dict(open_checkpoint(folder)[1]) for folder in (quiet, disturbed)]
+    assert equal_weights(*states)
+    group.close()
+
+
+def _write_slowly(_rank: Learner) -> None:
+    """Runs inside a rank."""
+    write = checkpoint.write_parts
+
+    def write_slowly(path: Path, parts: Sequence[StatePart]) -> None:
+        write(path, parts)
+        time.sleep(60)
+
+    checkpoint.write_parts = write_slowly
+
+
+def test_a_disk_that_is_full_is_named_by_the_next_call_and_the_last_good_one_stays(
+    placement: PlacementGroup, tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path / "run", "learner.ranks=1")
+    groups = [ray.put(group) for group in draw_groups(config, encode(config, CAPTIONS[:1]))]
+    group = LearnerGroup(config, placement, None)
+    good, bad = (checkpoint_folder(tmp_path, iteration) for iteration in (1, 2))
+    group.save(good, info_of(1))
+    group.finish_save()
+    ray.get(group.ranks[0].__ray_call__.remote(_limit_files))
+    group.save(bad, info_of(2))
+    ray.get(group.ranks[0].__ray_call__.remote(_await_writer))
+    with pytest.raises(CheckpointError) as caught:
+        group.update(groups)
+    message = str(caught.value)
+    assert f"{bad}: checkpoint not written: learner rank 0" in message
+    assert f"{WEIGHTS_FILE.format(0)}: " in message
+    assert "File too large" in message
+    with pytest.raises(CheckpointError, match="File too large"):
+        group.finish_save()
+    assert list(good.parent.iterdir()) == [good]
+    open_checkpoint(good)
+    group.close()
+
+
+def _await_writer(rank: Learner) -> None:
+    """Runs inside a rank."""
+    assert rank._writing is not None
+    wait([rank._writing])
+
+
+def _limit_files(_rank: Learner) -> None:
+    """Runs inside a rank: no file may grow beyond 64 KiB, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))
+
+
+def test_a_long_phase_says_who_is_waited_for(
+    ray_cluster: None,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @ray.remote(num_cpus=0)
+    def answer_after(seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    monkeypatch.setattr(answers, "HEARTBEAT_S", 1.0)
+    told: list[str] = []
+    calls = [answer_after.remote(0.0), answer_after.remote(5.0)]
+    ray.get(calls[0])
+    assert answers.answers_of(calls, "update", 60.0, told.append) == [0.0, 5.0]
+    assert len(told) > 1
+    line = r"learner: 'update' for \d+ s, of 60 s at most; waiting for rank 1"
+    assert re.fullmatch(line, told[0])
+
+
+GLOO = RuntimeError("[/src/gloo/gloo/transport/tcp/pair.cc:545] Connection closed by peer")
+NCCL = torch.distributed.DistBackendError("NCCL error: remote process exited")
+LOST_NODE = ray.exceptions.ObjectLostError("00" * 28, None, "worker")
+
+
+def answering_actor() -> Any:
+    """It does in a call what it is told; without an import of the learner it starts soon."""
+
+    class Answer:
+        def give(self, what: Any) -> Any:
+            if what == "wait":
+                threading.Event().wait()
+            if isinstance(what, Exception):
+                raise what
+            return what
+
+    return ray.remote(num_cpus=0, max_concurrency=16)(Answer).remote()
+
+
+@pytest.fixture(scope="module")
+def stubs(ray_cluster: None) -> Iterator[list[Any]]:  # noqa: ARG001
+    actors = [answering_actor() for _ in range(3)]
+    yield actors
+    for stub in actors:
+        ray.kill(stub)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "words"),
+    [
+        (
+            ["wait", ValueError("no room"), 1],
+            LearnerError,
+            ["rank 0 does not answer", "rank 1 failed with ValueError: no room", "rank's log"],
+        ),
+        (
+            [GLOO, torch.OutOfMemoryError("CUDA out of memory"), GLOO],
+            LearnerError,
+            ["rank 0, 2 failed with RuntimeError", "rank 1 failed with OutOfMemoryError: CUDA out"],
+        ),
+        (["wait", RunError("broken"), GLOO], RunError, ["broken"]),
+        ([GLOO, InputError("no file"), "wait"], InputError, ["no file"]),
+        ([1, "wait", LOST_NODE], GroupsLostError, ["learner: 'update'"]),
+        (
+            [NCCL, "wait", 1],
+            RankLostError,
+            ["rank 0 failed with DistBackendError", "rank 1 does not answer"],
+        ),
+        ([GLOO, GLOO, NCCL], RankLostError, ["rank 0, 1 failed", "rank 2 failed"]),
+    ],
+)
+def test_a_ranks_own_error_is_named_and_never_taken_for_a_lost_rank(
+    stubs: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[Any],
+    expected: type[Exception],
+    words: list[str],
+) -> None:
+    monkeypatch.setattr(answers, "GRACE_S", 1.0)
+    calls = [stub.give.remote(what) for stub, what in zip(stubs, given, strict=True)]
+    # All that will answer have: what is asked for is the verdict, not the race.
+    ray.wait(calls, num_returns=3 - given.count("wait"))
+    with pytest.raises(expected) as caught:
+        answers.answers_of(calls, "update", 600.0, print)
+    assert type(caught.value) is expected
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_rank_that_died_is_named_beside_the_others_failures(
+    stubs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "GRACE_S", 1.0)
+    mortal = answering_actor()
+    calls = [stubs[0].give.remote(GLOO), mortal.give.remote("wait"), stubs[1].give.remote("wait")]
+    ray.kill(mortal)
+    ray.wait(calls, num_returns=2)
+    with pytest.raises(RankLostError) as caught:
+        answers.answers_of(calls, "update", 600.0, print)
+    for words in ("rank 0 failed with RuntimeError", "rank 1 died: ", "rank 2 does not answer"):
+        assert words in str(caught.value)
+
+
+class _Unstarted(LearnerGroup):
+    """A group without processes, which still counts its failures and starts."""
+
+    def _answers(self, refs: list[Any], *_: object) -> list[Any]:
+        return [("address", 1)] * len(refs)
+
+    def _report(self) -> str:
+        return ""
+
+
+def _unstarted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LearnerGroup:
+    rank = SimpleNamespace(__ray_call__=mock.Mock(), free_address=mock.Mock(), start=mock.Mock())
+    fake_ray = mock.Mock()
+    fake_ray.remote.return_value.options.return_value.remote.return_value = rank
+    monkeypatch.setattr(ranks_module, "ray", fake_ray)
+    return _Unstarted(tiny_config(folder / "run"), mock.MagicMock(), None, lambda _: None)
+
+
+def test_a_learner_that_hangs_every_time_is_not_rebuilt_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = _unstarted(tmp_path, monkeypatch)
+    settings = group._config.learner
+    assert settings.max_failures * settings.timeout_s > settings.failure_window_s
+    now_s, hangs = 0.0, 0
+    monkeypatch.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def hang() -> None:
+        nonlocal now_s, hangs
+        now_s, hangs = now_s + settings.timeout_s, hangs + 1
+        assert hangs < 20
+        raise RankLostError("learner: 'update' did not end")
+
+    with pytest.raises(LearnerError, match=r"failure 4 of this call, and 3 within 3600 s"):
+        group._recovering(hang)
+    assert (hangs, group.rebuilds) == (4, 3)
+    # Another call begins at one, and the window still counts over calls.
+    now_s += 2 * settings.failure_window_s
+    with pytest.raises(LearnerError, match="failure 4 of this call"):
+        group._recovering(hang)
+    assert hangs == 8
+
+
+def test_the_first_update_after_a_rebuild_is_not_judged_by_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = _unstarted(tmp_path, monkeypatch)
+    group._patience.record(1.0)
+    assert group._patience.deadline_s < group._config.learner.timeout_s
+    lost = [RankLostError("learner: a rank died")]
+
+    def once() -> None:
+        if lost:
+            raise lost.pop()
+
+    group._recovering(once)
+    assert group.rebuilds == 1
+    assert group._patience.deadline_s == group._config.learner.timeout_s

@@ -1,0 +1,186 @@
+"""one_step_off without Ray: what is drawn when, with which weights, and what a stop drops."""
+
+import signal
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from g2rpo_ray.common.section import ConfigError
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
+from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
+from g2rpo_ray.learner.update import StepRecord
+from g2rpo_ray.maths.objective import PolicyHealth
+from g2rpo_ray.rollout.answers import RolloutSummary
+from g2rpo_ray.run.folder import Run
+from g2rpo_ray.run.stop import StopRequested, StopSignal
+from g2rpo_ray.training.one_step_off import OneStepOffLoop
+from g2rpo_ray.weight_sync import SyncReport
+from tests.tiny import tiny_config
+
+HEALTH = PolicyHealth(1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass
+class FakeRoles:
+    """Workers that know a version, a learner that takes as long as it is told, and a diary."""
+
+    diary: list[str] = field(default_factory=list)
+    workers_version: int = 0
+    version: int = 0
+    may_learn: threading.Event = field(default_factory=threading.Event)
+    learns_after: int = 0
+    """The learner ends no update before this iteration is drawn."""
+    lose_once: bool = False
+    rebuilds: int = 0
+    busy_s: float = 0.0
+    written_s: float = 0.0
+    saved_unix_s: float | None = None
+    replica_busy_s: Counter[str] = field(default_factory=Counter)
+    replacements: int = 0
+    repeats: int = 0
+    workers: tuple[()] = ()
+    evaluation_pool: None = None
+
+    @property
+    def pool(self) -> "FakeRoles":
+        return self
+
+    learner = rewards = pool
+
+    def replicas(self) -> int:
+        return 1
+
+    @property
+    def encoder(self) -> Any:
+        return SimpleNamespace(encode=SimpleNamespace(remote=lambda number, _text: number))
+
+    def generate(self, prompts: list[int], iteration: int, on_wait: Any) -> Any:
+        on_wait(0, len(prompts))
+        self.diary.append(f"draw {iteration} with {self.workers_version}")
+        if iteration == self.learns_after:
+            self.may_learn.set()
+        summary = RolloutSummary(0, self.workers_version, 1, 1, {}, {}, [], [], 0.0, [])
+        return [summary] * len(prompts), [f"groups {iteration}"] * len(prompts)
+
+    def update(self, groups: list[str]) -> LearnerUpdate:
+        assert self.may_learn.wait(60), "too few iterations are drawn ahead"
+        if self.lose_once:
+            self.lose_once = False
+            raise GroupsLostError("lost with their node")
+        self.version += 1
+        self.diary.append(f"learn {groups[0]}")
+        record = StepRecord(0, 0, 0, 0.0, HEALTH, 0.0, True, 0, 0.0, 0.0)
+        return LearnerUpdate([record], [1.0], 1e-4)
+
+    def sync(self) -> SyncReport:
+        self.workers_version = self.version
+        return SyncReport(self.version, 1, 1, "")
+
+
+def loop_of(tmp_path: Path, roles: FakeRoles, stop: StopSignal, *overrides: str) -> OneStepOffLoop:
+    config = tiny_config(tmp_path / "run", "pipeline=one_step_off", "iterations=5", *overrides)
+    run = Run(tmp_path, None, CheckpointInfo(0, 0, 0, 0, 0.0, "full", 0), None)
+    progress: Any = SimpleNamespace(
+        phase=lambda _: None, waiting=lambda *_: None, note=roles.diary.append
+    )
+    nothing: Any = None
+    log: Any = SimpleNamespace(observe=lambda *_: None, live=lambda _: None)
+    kinds: Any = roles
+    return OneStepOffLoop(config, run, kinds, log, progress, stop, nothing, ["a", "b", "c"], [])
+
+
+@pytest.fixture
+def stop() -> StopSignal:
+    return StopSignal()
+
+
+def test_the_next_groups_are_drawn_before_the_update_ends(tmp_path: Path, stop: StopSignal) -> None:
+    roles = FakeRoles(learns_after=1)
+    loop = loop_of(tmp_path, roles, stop)
+    stales = [loop.train_iteration()["rollout/staleness"] for _ in range(5)]
+    assert roles.diary[:3] == ["draw 0 with 0", "draw 1 with 0", "learn groups 0"]
+    assert [line for line in roles.diary if line.startswith("learn")] == [
+        f"learn groups {iteration}" for iteration in range(5)
+    ]
+    drawn = [line for line in roles.diary if line.startswith("draw")]
+    assert drawn == ["draw 0 with 0", *(f"draw {n} with {n - 1}" for n in range(1, 5))]
+    assert stales == [0, 1, 1, 1, 1]
+    assert (loop.state.iteration, loop.state.weight_version) == (5, 5)
+
+
+def test_a_slow_learner_lets_more_be_drawn_up_to_the_bound(
+    tmp_path: Path, stop: StopSignal
+) -> None:
+    roles = FakeRoles(learns_after=2)
+    loop = loop_of(tmp_path, roles, stop, "max_staleness=2")
+    loop.train_iteration()
+    assert roles.diary == ["draw 0 with 0", "draw 1 with 0", "draw 2 with 0", "learn groups 0"]
+    assert loop.train_iteration()["rollout/staleness"] == 1
+    assert loop.train_iteration()["rollout/staleness"] == 2
+
+
+def test_groups_older_than_the_bound_are_drawn_again(tmp_path: Path, stop: StopSignal) -> None:
+    roles = FakeRoles()
+    roles.may_learn.set()
+    loop = loop_of(tmp_path, roles, stop)
+    loop.train_iteration()
+    roles.workers_version = roles.version = 7
+    object.__setattr__(loop.state, "weight_version", 7)
+    assert loop.train_iteration()["rollout/staleness"] == 0
+    assert any("dropped and drawn again (max_staleness)" in line for line in roles.diary)
+
+
+def test_groups_that_are_lost_are_drawn_again(tmp_path: Path, stop: StopSignal) -> None:
+    """And it is their numbers that are recorded."""
+    roles = FakeRoles()
+    loop = loop_of(tmp_path, roles, stop)
+    loop.train_iteration()
+    roles.lose_once = True
+    values = loop.train_iteration()
+    # Drawn ahead with 0, lost, and drawn again with the weights of now.
+    draws = [line for line in roles.diary if line.startswith("draw 1")]
+    assert draws == ["draw 1 with 0", "draw 1 with 1"]
+    assert "learn groups 1" in roles.diary
+    assert (values["rollout/staleness"], values["weight_version"]) == (0, 1)
+
+
+def test_a_stop_lets_the_update_end_and_counts_it(tmp_path: Path) -> None:
+    roles = FakeRoles(learns_after=-1)
+    with StopSignal() as stop:
+        loop = loop_of(tmp_path, roles, stop)
+        draw = loop.draw
+
+        def draw_and_stop(iteration: int) -> Any:
+            drawn = draw(iteration)
+            signal.raise_signal(signal.SIGTERM)
+            return drawn
+
+        result_of = loop.result_of
+
+        def learn_after_the_stop(*arguments: Any) -> Any:
+            roles.may_learn.set()
+            return result_of(*arguments)
+
+        loop.draw = draw_and_stop  # type: ignore[method-assign]
+        loop.result_of = learn_after_the_stop  # type: ignore[assignment, method-assign]
+        values = loop.train_iteration()
+        assert "sync/bytes" not in values
+        assert (loop.state.iteration, roles.version) == (1, 1)
+        with pytest.raises(StopRequested):
+            loop.train_iteration()
+
+
+def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_staleness 0"):
+        tiny_config(tmp_path, "pipeline=one_step_off", "max_staleness=0")
+    with pytest.raises(ConfigError, match="old_log_prob"):
+        tiny_config(tmp_path, "pipeline=one_step_off", "learner.old_log_prob=learner")
+    with pytest.raises(ConfigError, match="min_workers 3 <= workers 2"):
+        tiny_config(tmp_path, "rollout.min_workers=3")
+    with pytest.raises(ConfigError, match="max_workers 1"):
+        tiny_config(tmp_path, "rollout.max_workers=1")
