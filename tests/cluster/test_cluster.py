@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo_ray.cluster import connect, demand
+from g2rpo_ray.cluster import connect, demand, placement
 from g2rpo_ray.cluster.connect import ray_cluster, worker_environment
 from g2rpo_ray.cluster.demand import (
     ClusterError,
