@@ -3,15 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+import ray
 from ray.actor import ActorHandle
 
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.models.weights import WeightReceipt
-
-if TYPE_CHECKING:
-    from g2rpo_ray.learner.ranks import LearnerGroup
 
 
 @dataclass(frozen=True)
@@ -21,6 +19,16 @@ class Peer:
     name: str
     """For messages."""
     handle: ActorHandle
+
+
+class WeightSource(Protocol):
+    """What a transport needs of the learner."""
+
+    weight_senders: list[ActorHandle]
+    """Ranks that hold a part of the weights which no other rank can send, in their order."""
+
+    def export_weight_refs(self, version: int) -> tuple[ray.ObjectRef, ray.ObjectRef]:
+        """References to (WeightReceipt, PackedWeights), put into the object store once."""
 
 
 class WeightSyncError(RunError):
@@ -50,7 +58,7 @@ class WeightSync(ABC):
     """A way to bring the learner's weights to the workers."""
 
     @abstractmethod
-    def sync(self, learner: "LearnerGroup", receivers: Sequence[Peer], version: int) -> SyncReport:
+    def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> SyncReport:
         """Send version ``version`` to these workers and verify each one's answer.
 
         They may be others than last time: some died, or one joined and is sent to alone.

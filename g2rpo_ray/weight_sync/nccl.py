@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from g2rpo_ray.models.weights import TensorLayout, receipt_of
-from g2rpo_ray.weight_sync.base import Peer, SyncReport, WeightSync, WeightSyncError, verify
+from g2rpo_ray.weight_sync.base import (
+    Peer,
+    SyncReport,
+    WeightSource,
+    WeightSync,
+    WeightSyncError,
+    verify,
+)
 from g2rpo_ray.weight_sync.broadcast import GivenUpError, Meeting, WeightGroupError, give_up
-
-if TYPE_CHECKING:
-    from g2rpo_ray.learner.ranks import LearnerGroup
 
 GRACE_S = 15.0
 """A member that waits in vain says so itself within this time after its limit."""
@@ -36,7 +40,7 @@ class NcclSync(WeightSync):
         self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
         self._group: _Group | None = None
 
-    def sync(self, learner: "LearnerGroup", receivers: Sequence[Peer], version: int) -> SyncReport:
+    def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> SyncReport:
         members = [
             Peer(f"learner rank {rank}", handle)
             for rank, handle in enumerate(learner.weight_senders)

@@ -1,14 +1,17 @@
 """Weights through Ray's object store: one put, one get a worker, no process group to break."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import ray
 
-from g2rpo_ray.weight_sync.base import Peer, SyncReport, WeightSync, WeightSyncError, verify
-
-if TYPE_CHECKING:
-    from g2rpo_ray.learner.ranks import LearnerGroup
+from g2rpo_ray.weight_sync.base import (
+    Peer,
+    SyncReport,
+    WeightSource,
+    WeightSync,
+    WeightSyncError,
+    verify,
+)
 
 
 class ObjectStoreSync(WeightSync):
@@ -17,7 +20,7 @@ class ObjectStoreSync(WeightSync):
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def sync(self, learner: "LearnerGroup", receivers: Sequence[Peer], version: int) -> SyncReport:
+    def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> SyncReport:
         expected, weights = learner.export_weight_refs(version)
         return self.send(expected, weights, receivers, version)
 
