@@ -1,247 +1,52 @@
-"""``g2rpo embed``: prompts to a folder of embeddings, with Ray Data, once for many runs."""
+"""``g2rpo embed``: prompts encoded once, for any number of runs."""
 
-import hashlib
-import json
-import logging
-import shutil
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import argparse
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-from transformers import AutoConfig
+from g2rpo_ray.commands.options import add_config, count, read_config
+from g2rpo_ray.common.formatting import format_size
 
-from g2rpo_ray.cluster.connect import ray_cluster
-from g2rpo_ray.cluster.demand import Demand, living_nodes, shortage
-from g2rpo_ray.common.errors import InputError, RunError
-from g2rpo_ray.common.formatting import format_seconds, format_size
-from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.common.section import check_gpus
-from g2rpo_ray.config import Config
-from g2rpo_ray.models.loading import DTYPES, check_model_folder
-from g2rpo_ray.prompts.embeddings import Manifest, ShardFile, encoder_fingerprint, write_manifest
-from g2rpo_ray.prompts.selection import Selected, Selection, select
-from g2rpo_ray.prompts.shards import ShardEncoder
-from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, read_prompts
-from g2rpo_ray.run.stop import StopSignal
-
-PLAN, FINISHED = "plan.json", "finished.jsonl"
-"""What an unfinished folder is to hold, and which of its shards are whole."""
+HELP = "encode prompts once, for any number of runs"
 
 
-class EmbedError(InputError):
-    """The folder cannot be written as asked; the message says what to do."""
-
-
-@dataclass(frozen=True)
-class EmbedOptions:
-    """Who encodes, and how the folder is cut."""
-
-    workers: int = 1
-    cpus_per_worker: float = 1.0
-    gpus_per_worker: float = 0.0
-    """0 encodes on the CPU."""
-    shard_size: int = 64
-    """Prompts of a file; what a kill can lose of each worker's work."""
-
-    def __post_init__(self) -> None:
-        try:
-            check_gpus(self.gpus_per_worker)
-        except ValueError as error:
-            raise EmbedError(f"--gpus-per-worker: {error}") from None
-        if not self.cpus_per_worker >= 0:
-            raise EmbedError(
-                f"--cpus-per-worker: {self.cpus_per_worker:g} CPUs; 0 or more is needed"
-            )
-
-
-def embed(
-    config: Config, source: str, folder: Path, selection: Selection, options: EmbedOptions
-) -> Manifest:
-    """Embed the prompts of ``source`` with the text encoders of ``config.model``.
-
-    Shards that ``folder`` has already are not made again.
-
-    Raises:
-        EmbedError: ``folder`` holds something else, or its disk is too small.
-        PromptFileError, SelectionError: the prompts cannot be used.
-        RunError: a worker failed.
-    """
-    check_model_folder(config.model)
-    # With a length to select by, a longer prompt is left out instead of refused.
-    longest = config.prompts.max_characters if selection.max_characters is None else None
-    texts = read_prompts(resolve_path(source), longest, config.prompts.key)
-    selected = select(texts, selection)
-    print(_describe(source, len(texts), selected), flush=True)
-    encoder = encoder_fingerprint(config.model)
-    shards = _cut(selected.prompts, options.shard_size)
-    finished = _open(folder, _plan(config, encoder, selected.prompts, options))
-    missing = [n for n in range(len(shards)) if n not in finished]
-    _check_disk(config, folder, sum(len(shards[n]) for n in missing))
-    if missing:
-        _encode(config, folder, {n: shards[n] for n in missing}, finished, options)
-    files = [finished[number] for number in range(len(shards))]
-    manifest = Manifest(
-        encoder=encoder,
-        dtype=config.model.dtype,
-        max_sequence_length=config.prompts.max_sequence_length,
-        prompts=len(selected.prompts),
-        source=source,
-        left_out=selected.left_out,
-        files=[ShardFile(f["file"], f["prompts"], f["bytes"], f["sha256"]) for f in files],
-        prompts_sha256=_write_prompts(folder, shards, files),
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, "its model and prompts sections")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="text, .jsonl, .parquet, or a dataset's folder"
     )
-    write_manifest(folder, manifest)
-    for name in (PLAN, FINISHED):
-        (folder / name).unlink(missing_ok=True)
-    return manifest
+    parser.add_argument("--out", type=Path, required=True, help="folder to write, or to go on in")
+    parser.add_argument("--dedup", action="store_true", help="leave out doubles")
+    parser.add_argument(
+        "--min-characters", type=int, default=0, metavar="N", help="leave out shorter ones"
+    )
+    parser.add_argument("--max-characters", type=int, metavar="N", help="leave out longer ones")
+    parser.add_argument(
+        "--language", action="append", metavar="CODE", help="keep it (en, zh, ...); repeatable"
+    )
+    parser.add_argument("--limit", type=count, metavar="N", help="keep N, evenly spaced")
+    parser.add_argument("--workers", type=count, default=1, metavar="N", help="encoders (1)")
+    parser.add_argument("--cpus-per-worker", type=float, default=1.0, metavar="N", help="(1)")
+    parser.add_argument("--gpus-per-worker", type=float, default=0.0, metavar="N", help="(0)")
+    parser.add_argument("--shard-size", type=count, default=64, metavar="N", help="prompts (64)")
 
 
-def _encode(
-    config: Config,
-    folder: Path,
-    shards: dict[int, list[str]],
-    finished: dict[int, dict[str, Any]],
-    options: EmbedOptions,
-) -> None:
-    total, done, started_s = sum(map(len, shards.values())), 0, None
-    with (
-        StopSignal("finished shards stay; the same command goes on from there") as stop,
-        ray_cluster(config.cluster),
-        (folder / FINISHED).open("a", encoding="utf-8") as log,
-    ):
-        for row in _shard_rows(config, folder, shards, options):
-            finished[row["shard"]] = row
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-            done += row["prompts"]
-            # From when the first shard was begun: loading the encoders is no throughput.
-            started_s = started_s or time.perf_counter() - row["seconds"]
-            rate = done / (time.perf_counter() - started_s)
-            print(
-                f"{done} of {total} prompts · {rate:.1f} prompts/s · "
-                f"{format_seconds((total - done) / rate)} left",
-                flush=True,
-            )
-            stop.check()
+def run(options: argparse.Namespace) -> None:
+    from g2rpo_ray.prompts.embed import EmbedOptions, embed
+    from g2rpo_ray.prompts.selection import Selection
 
-
-def _shard_rows(
-    config: Config, folder: Path, shards: dict[int, list[str]], options: EmbedOptions
-) -> Iterator[dict[str, Any]]:
-    """What each worker says of its shards, as they are finished, in any order."""
-    import ray.data
-
-    resources = {"CPU": options.cpus_per_worker, "GPU": options.gpus_per_worker}
-    reasons = shortage([Demand("--workers", options.workers, resources)], living_nodes())
-    if reasons:
-        raise EmbedError(" ".join(reasons))
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    rows = [{"shard": number, "texts": texts} for number, texts in shards.items()]
-    encoded = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
-        ShardEncoder,
-        fn_constructor_args=(
-            config, folder.absolute(), "cuda" if options.gpus_per_worker else "cpu",
-        ),
-        compute=ray.data.ActorPoolStrategy(size=min(options.workers, len(rows))),
-        num_cpus=options.cpus_per_worker,
-        num_gpus=options.gpus_per_worker,
-    )  # fmt: skip
-    try:
-        for row in encoded.iter_rows():
-            yield row | {"checksums": [str(checksum) for checksum in row["checksums"]]}
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None) or error
-        raise RunError(
-            f"embedding failed in a worker: {type(cause).__name__}: {cause}; finished shards stay, "
-            "the same command goes on from there"
-        ) from error
-
-
-def _plan(
-    config: Config, encoder: dict[str, str], texts: Sequence[str], options: EmbedOptions
-) -> dict[str, Any]:
-    """All that the shards' content depends on."""
-    return {
-        "encoder": encoder,
-        "dtype": config.model.dtype,
-        "max_sequence_length": config.prompts.max_sequence_length,
-        "shard_size": options.shard_size,
-        "prompts_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
-    }
-
-
-def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Finished shards of a folder by number."""
-    path = folder / PLAN
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            if (folder / MANIFEST).exists():
-                raise EmbedError(
-                    f"{folder} holds embeddings already, complete; name another folder with --out"
-                )
-            if any(folder.iterdir()):
-                raise EmbedError(f"{folder}: not empty; name another folder with --out")
-            path.write_text(json.dumps(plan, indent=1))
-        earlier = json.loads(path.read_text())
-        lines = (folder / FINISHED).read_text().splitlines() if (folder / FINISHED).exists() else []
-    except (OSError, ValueError) as error:
-        raise EmbedError(f"{folder}: cannot be used: {error}") from error
-    differing = [key for key in plan if earlier.get(key) != plan[key]]
-    if differing:
-        raise EmbedError(
-            f"{folder} was begun with other {', '.join(differing)}; name another folder with --out"
-        )
-    finished = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            # Half a line: the command was killed while it wrote it. The shard is made again.
-            continue
-        shard = folder / row["file"]
-        if shard.is_file() and shard.stat().st_size == row["bytes"]:
-            finished[row["shard"]] = row
-    return finished
-
-
-def _check_disk(config: Config, folder: Path, prompts: int) -> None:
-    model = resolve_path(config.model.path)
-    t5_size = AutoConfig.from_pretrained(model / "text_encoder_2").d_model
-    pooled_size = AutoConfig.from_pretrained(model / "text_encoder").hidden_size
-    numbers = config.prompts.max_sequence_length * t5_size + pooled_size
-    wanted = prompts * numbers * DTYPES[config.model.dtype].itemsize
-    free = shutil.disk_usage(folder).free
-    print(f"{prompts} prompts to embed: {format_size(wanted)}, {format_size(free)} are free")
-    if wanted > free:
-        raise EmbedError(
-            f"{folder}: {format_size(wanted)} are needed and {format_size(free)} are free; "
-            "use --limit, a smaller prompts.max_sequence_length, or another disk"
-        )
-
-
-def _write_prompts(
-    folder: Path, shards: Sequence[Sequence[str]], files: Sequence[dict[str, Any]]
-) -> str:
-    rows = [
-        {"text": text, "shard": number, "row": row, "checksum": files[number]["checksums"][row]}
-        for number, texts in enumerate(shards)
-        for row, text in enumerate(texts)
-    ]
-    path = folder / PROMPTS_FILE
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _cut(texts: Sequence[str], size: int) -> list[list[str]]:
-    return [list(texts[first : first + size]) for first in range(0, len(texts), size)]
-
-
-def _describe(source: str, read: int, selected: Selected) -> str:
-    reasons = "".join(f", {count} {reason}" for reason, count in selected.left_out.items())
-    return f"{source}: {read} prompts{reasons}; {len(selected.prompts)} kept"
+    selection = Selection(
+        dedup=options.dedup,
+        min_characters=options.min_characters,
+        max_characters=options.max_characters,
+        languages=tuple(options.language or ()),
+        limit=options.limit,
+    )
+    workers = EmbedOptions(
+        workers=options.workers,
+        cpus_per_worker=options.cpus_per_worker,
+        gpus_per_worker=options.gpus_per_worker,
+        shard_size=options.shard_size,
+    )
+    manifest = embed(read_config(options), options.source, options.out, selection, workers)
+    size = format_size(sum(file.bytes for file in manifest.files))
+    print(f"{options.out}: {manifest.prompts} prompts, {size}; prompts.train takes the folder")

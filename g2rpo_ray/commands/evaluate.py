@@ -1,134 +1,46 @@
-"""``g2rpo evaluate``: any number of weights, step counts and rewards on the same prompts."""
+"""``g2rpo evaluate``: weights side by side on held-out prompts."""
 
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
 
-from g2rpo_ray.config import Config
-from g2rpo_ray.evaluation.draw import Drawing
-from g2rpo_ray.evaluation.gallery import write_gallery
-from g2rpo_ray.evaluation.records import Records
-from g2rpo_ray.evaluation.rows import Row, make_rows, parse_weights
-from g2rpo_ray.evaluation.table import (
-    DIVERSITY,
-    TableRow,
-    column_names,
-    make_table,
-    markdown,
-    table_parts,
-    write_table_parquet,
-)
-from g2rpo_ray.learner.checkpoints.files import weights_checksum
-from g2rpo_ray.models.loading import check_model_folder
-from g2rpo_ray.prompts.dataset import evenly, read_config_prompts
-from g2rpo_ray.rewards.section import RewardSection
-from g2rpo_ray.run.stop import StopSignal
-from g2rpo_ray.training.roles import launch_rollout
-from g2rpo_ray.training.settings import at_deployment_size
+from g2rpo_ray.commands.options import numbers, read_run_config
+
+HELP = "compare weights on held-out prompts"
 
 
-def evaluate(
-    config: Config,
-    *,
-    checkpoints: Sequence[str],
-    steps: Sequence[int],
-    hybrids: Sequence[float] = (),
-    folder: Path,
-) -> list[TableRow]:
-    """Draw, score and compare; what ``folder`` has already is not drawn again.
-
-    Args:
-        checkpoints: ``[LABEL=]last|best|base|PATH``.
-        steps: step counts, each in a row of its own.
-        hybrids: shares of the steps that the trained weights make before the base model goes on.
-        folder: gets pictures, scores.parquet, table.parquet, table.md and gallery.html.
-
-    Raises:
-        EvaluationError: something asked for cannot be; the folder belongs to another evaluation.
-    """
-    check_model_folder(config.model)
-    config = _with_diversity(at_deployment_size(config))
-    rows = make_rows(parse_weights(config, checkpoints), steps, hybrids)
-    prompts = evenly(
-        list(enumerate(read_config_prompts(config, config.prompts.heldout))),
-        config.evaluation.prompts,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run with the settings")
+    parser.add_argument(
+        "--checkpoint",
+        action="append",
+        metavar="[LABEL=]last|best|base|PATH",
+        help="weights; may be given repeatedly (base and last); PATH is a checkpoint or a run",
     )
-    records = Records(folder, _request(config, rows, prompts))
-    if any(not records.has(row.name, number) for row in rows for number, _ in prompts):
-        _draw(config, records, rows, prompts)
-    return _write(config, records, rows)
+    parser.add_argument(
+        "--steps",
+        type=numbers(int),
+        metavar="N,N,...",
+        help="steps of a trajectory, each a row (evaluation.steps)",
+    )
+    parser.add_argument(
+        "--hybrid",
+        type=numbers(float),
+        metavar="SHARE,...",
+        help="also: this share of the steps by the trained weights, the rest by the base model",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for the results (RUN_DIR/evaluation); goes on in it"
+    )
 
 
-def _draw(
-    config: Config, records: Records, rows: Sequence[Row], prompts: Sequence[tuple[int, str]]
-) -> None:
-    shown = -1
+def run(options: argparse.Namespace) -> None:
+    from g2rpo_ray.evaluation.evaluate import evaluate
 
-    def on_progress(done: int, total: int) -> None:
-        nonlocal shown
-        stop.check()
-        if done != shown:
-            print(f"{done} of {total} (row, prompt) drawn", flush=True)
-            shown = done
-
-    with (
-        StopSignal("what is drawn stays; the same command goes on from there") as stop,
-        launch_rollout(config, print) as (encoder, pool),
-    ):
-        Drawing(config, encoder, pool, records, on_progress).run(rows, prompts)
-
-
-def _write(config: Config, records: Records, rows: Sequence[Row]) -> list[TableRow]:
-    folder, columns = records.folder, column_names(config.rewards)
-    with_diversity = DIVERSITY in config.rewards
-    table = make_table(rows, records, columns, with_diversity)
-    records.write_parquet(rows, columns + [DIVERSITY] * with_diversity)
-    write_table_parquet(table, folder / "table.parquet")
-    parts = table_parts(table, columns, list(config.trained_rewards), _protocol(config))
-    text = markdown(parts)
-    (folder / "table.md").write_text(text, encoding="utf-8")
-    write_gallery(folder / "gallery.html", parts, rows, records, columns)
-    print(f"\n{text}\n{folder / 'table.md'}\n{folder / 'gallery.html'}")
-    return table
-
-
-def _with_diversity(config: Config) -> Config:
-    """Measure diversity, too, where a prompt has several pictures and there is a CLIP model."""
-    clip = next((r for _, r in sorted(config.rewards.items()) if r.kind == "clip"), None)
-    if config.evaluation.pictures_per_prompt < 2 or clip is None:
-        return config
-    diversity: RewardSection = clip.model_copy(update={"kind": DIVERSITY, "weight": 0.0})
-    return config.model_copy(update={"rewards": config.rewards | {DIVERSITY: diversity}})
-
-
-def _request(
-    config: Config, rows: Sequence[Row], prompts: Sequence[tuple[int, str]]
-) -> dict[str, object]:
-    """All that the numbers depend on; a folder that was begun with another one is refused."""
-    return {
-        "rows": {
-            row.name: row.weights.checkpoint and weights_checksum(row.weights.checkpoint)
-            for row in rows
-        },
-        "prompts": {str(number): text for number, text in prompts},
-        "pictures_per_prompt": config.evaluation.pictures_per_prompt,
-        # Without defaults: a setting that a later version adds does not end what was begun.
-        "model": config.model.model_dump(mode="json", exclude_defaults=True),
-        "sampling": {
-            key: getattr(config.sampling, key)
-            for key in ("height", "width", "schedule", "shift", "guidance")
-        },
-        "max_sequence_length": config.prompts.max_sequence_length,
-        "rewards": {
-            name: {"kind": reward.kind, "options": reward.options}
-            for name, reward in sorted(config.rewards.items())
-        },
-    }
-
-
-def _protocol(config: Config) -> str:
-    sampling, evaluation = config.sampling, config.evaluation
-    return (
-        f"{sampling.width} x {sampling.height} pictures, {evaluation.pictures_per_prompt} of each "
-        f"prompt from fixed noise, by ODE, {sampling.schedule} schedule, guidance "
-        f"{sampling.guidance:g}; prompts: {config.prompts.heldout}"
+    config = read_run_config(options)
+    evaluate(
+        config,
+        checkpoints=options.checkpoint or ["base", "last"],
+        steps=options.steps or [config.evaluation.steps],
+        hybrids=options.hybrid or [],
+        folder=options.out or options.run_dir / "evaluation",
     )

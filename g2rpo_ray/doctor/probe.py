@@ -22,7 +22,7 @@ from g2rpo_ray.cluster.demand import Node
 from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.files import digests, model_problems
 from g2rpo_ray.doctor.findings import Finding, fail
-from g2rpo_ray.run.folder import versions
+from g2rpo_ray.run.versions import versions
 
 ANSWER_TIMEOUT_S = 120.0
 """A node that does not answer within this time is a finding. Starting an actor imports torch."""

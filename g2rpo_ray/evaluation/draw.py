@@ -8,7 +8,6 @@ import ray
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from g2rpo_ray.commands.sample import weights_in
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import Row, Weights
@@ -16,6 +15,7 @@ from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.weights import receipt, trainable_parameters
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.pool import RolloutPool
+from g2rpo_ray.run.weights import weights_in
 from g2rpo_ray.weight_sync import ObjectStoreSync
 
 PROMPTS_PER_WORKER = 8

@@ -11,7 +11,7 @@ from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
-from g2rpo_ray.run.folder import checkpoint_named, read_fitting_info
+from g2rpo_ray.run.weights import checkpoint_named, read_fitting_info
 
 BASE = "base"
 

@@ -1,7 +1,7 @@
 """Which models a configuration names, and where on the hub they are."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -30,6 +30,8 @@ class Source:
     """Of these files the first that there is: the same weights in several formats."""
     terms: str = ""
     """What must be accepted before the hub gives it out."""
+    licence: Mapping[str, str] = field(default_factory=dict)
+    """What the card of a model trained from it says of its licence, by the hub's keys."""
 
     def wanted(self, files: Sequence[str]) -> list[str]:
         """The files of the repository that are used."""
@@ -73,6 +75,11 @@ CATALOGUE: dict[str, Source] = {
         ("model_index.json", "scheduler/*", "text_encoder/*", "text_encoder_2/*", "tokenizer/*",
          "tokenizer_2/*", "transformer/*", "vae/*"),
         terms="FLUX.1 [dev]'s non-commercial licence",
+        licence={
+            "license": "other",
+            "license_name": "flux-1-dev-non-commercial-license",
+            "license_link": "https://huggingface.co/black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md",
+        },
     ),
     "HPS_v2.1_compressed.pt": Source(*_HPS, ("HPS_v2.1_compressed.pt",)),
     "HPS_v2_compressed.pt": Source(*_HPS, ("HPS_v2_compressed.pt",)),

@@ -1,4 +1,4 @@
-"""The run folder: opening it, resuming in it, and what is written at the end.
+"""The run folder: opening it, its lock, and where a run goes on in it.
 
 ``<run_dir>/``: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl``, ``log.jsonl``,
 ``tensorboard/``, ``checkpoints/``, ``pictures/heldout/``, ``summary.json``, ``report.html``.
@@ -8,42 +8,24 @@ import fcntl
 import json
 import logging
 import os
-import platform
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from PIL import Image
-
-from g2rpo_ray import __version__
-from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.text_files import replace_text
-from g2rpo_ray.config import Config, ModelSection, load_config, save_config
-from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo, read_info
-from g2rpo_ray.learner.checkpoints.folders import (
-    checkpoint_folder,
-    delete_states_from,
-    iteration_of,
-    list_checkpoints,
-    list_states,
-)
+from g2rpo_ray.config import Config, load_config, save_config
+from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo
+from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states
 from g2rpo_ray.models.fingerprint import base_fingerprint
-from g2rpo_ray.rollout.answers import HeldoutPictures
-from g2rpo_ray.tracking.metrics import read_metrics
-
-PACKAGES = ("ray", "torch", "diffusers", "transformers", "peft", "deepspeed",
-            "open_clip_torch", "safetensors")  # fmt: skip
-
-
-class RunFolderError(InputError):
-    """The run folder cannot be used as asked; the message says what to do."""
-
+from g2rpo_ray.run.paths import RunFolderError, run_folder
+from g2rpo_ray.run.scores import is_stalled
+from g2rpo_ray.run.versions import versions
+from g2rpo_ray.run.weights import read_fitting_info, trained_kind
 
 logger = logging.getLogger(__name__)
 _MOVES_PROMPTS = dict.fromkeys(
@@ -70,38 +52,6 @@ class Run:
     """First iteration that this life of the run records; None in a new folder."""
 
 
-def trained_kind(model: ModelSection) -> str:
-    """What is trained, as a checkpoint names it."""
-    if model.trained_modules is not None:
-        return f"full, of {', '.join(model.trained_modules)}"
-    if model.lora is None:
-        return "full"
-    return f"lora rank {model.lora.rank} alpha {model.lora.alpha:g}"
-
-
-def read_fitting_info(checkpoint: Path, model: ModelSection) -> CheckpointInfo:
-    """The description of a checkpoint, if its weights are of this model.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-        RunFolderError: its weights are of another kind or base model; both are named.
-    """
-    info, kind, base = read_info(checkpoint), trained_kind(model), base_fingerprint(model)
-    if info.trained != kind:
-        raise RunFolderError(
-            f"{checkpoint} holds '{info.trained}' weights, the configuration trains '{kind}' "
-            "(model.lora, model.trained_modules); they cannot be mixed"
-        )
-    if info.base not in ("", base):
-        raise RunFolderError(
-            f"{checkpoint} was trained from the base model {info.base}, and model.path "
-            f"{model.path!r} has {base} (fingerprints of the transformer's weight files); on "
-            "another base its weights mean something else: set model.path to the model it was "
-            "trained from"
-        )
-    return info
-
-
 def open_run(config: Config, resume: str) -> Run:
     """Make the run folder, or find the checkpoint to continue from; no other process may, then.
 
@@ -113,7 +63,7 @@ def open_run(config: Config, resume: str) -> Run:
         RunFolderError: the folder has a run already, another process trains in it, or the
             checkpoint is of another kind.
     """
-    folder = _folder(config)
+    folder = run_folder(config)
     if folder.is_dir():
         # Before anything is read: who had to wait goes on from what the other has saved last.
         with _named_errors(folder):
@@ -125,25 +75,10 @@ def open_run(config: Config, resume: str) -> Run:
             "checkpoint; or name another run_dir"
         )
     checkpoint = _checkpoint_of(folder, resume)
-    first_record = 0 if has_run else None
-    if checkpoint is None:
-        kind, base = trained_kind(config.model), base_fingerprint(config.model)
-        info = CheckpointInfo(0, 0, 0, 0, 0.0, kind, config.seed, base=base)
-    else:
-        info = read_fitting_info(checkpoint, config.model)
-        if info.seed != config.seed:
-            raise RunFolderError(
-                f"{checkpoint} belongs to seed {info.seed}, the configuration has seed "
-                f"{config.seed}; the prompts already seen would differ"
-            )
-        if info.iteration > config.iterations:
-            raise RunFolderError(
-                f"{checkpoint} is at iteration {info.iteration}, beyond "
-                f"iterations={config.iterations}; raise it to go on"
-            )
-        if info.iteration == _finished_iterations(folder):
-            _check_not_finished(config, checkpoint, info)
-        first_record = info.iteration + 1 if has_run else None
+    info = _info_at_start(config, folder, checkpoint)
+    first_record = None
+    if has_run:
+        first_record = 0 if checkpoint is None else info.iteration + 1
     with _named_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
@@ -173,75 +108,13 @@ def give_up_later(run: Run) -> None:
 
 def write_resolved(config: Config) -> Path:
     """Write the resolved configuration into ``run_dir`` without starting a run there."""
-    path = _folder(config) / "resolved.yaml"
+    path = run_folder(config) / "resolved.yaml"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_config(config, path)
     except OSError as error:
         raise RunFolderError(f"run_dir {path.parent}: cannot be written: {error}") from error
     return path
-
-
-def checkpoint_named(config: Config, name: str) -> Path:
-    """Folder of a run's ``last`` or ``best`` checkpoint, or of the one at the path ``name``.
-
-    Raises:
-        RunFolderError: the run has no checkpoint, or none that is better than the base model.
-    """
-    if name not in ("last", "best"):
-        return Path(name).expanduser().absolute()
-    folder = _folder(config)
-    if name == "best":
-        best = best_evaluated(config)
-        if best is None:
-            raise RunFolderError(
-                f"{config.run_dir}: no checkpoint there was evaluated by checkpoint.best; it names "
-                "the reward that a run judges them by"
-            )
-        if best == 0:
-            raise RunFolderError(
-                f"{config.run_dir}: no checkpoint there has a higher held-out mean of "
-                f"{config.checkpoint.best} than the base model's (sample, evaluate: "
-                "--checkpoint base)"
-            )
-        return checkpoint_folder(folder, best)
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        raise RunFolderError(
-            f"{config.run_dir}: no checkpoint there yet (sample, evaluate: --checkpoint base)"
-        )
-    return checkpoints[-1]
-
-
-def evaluated_iterations(config: Config) -> set[int]:
-    """Iterations whose evaluation is recorded."""
-    records = read_metrics(_folder(config))
-    return {record["iteration"] for record in records if record["kind"] == "evaluation"}
-
-
-def heldout_means(config: Config) -> dict[int, float]:
-    """Held-out mean of ``checkpoint.best`` by evaluated iteration, in their order; those without a
-    number are left out."""
-    name = f"heldout/{config.checkpoint.best}"
-    means = {r["iteration"]: r[name] for r in read_metrics(_folder(config)) if name in r}
-    return {n: means[n] for n in sorted(means) if means[n] is not None}
-
-
-def best_evaluated(config: Config) -> int | None:
-    """Iteration with the highest held-out mean, of the checkpoints that are there and the base
-    model (0); of equal ones the last."""
-    there = [0, *map(iteration_of, list_checkpoints(_folder(config)))]
-    means = {n: mean for n, mean in heldout_means(config).items() if n in there}
-    return max(means, key=lambda n: (means[n], n), default=None)
-
-
-def is_stalled(config: Config) -> bool:
-    """Whether none of the last ``evaluation.patience`` evaluations is better than all before."""
-    means, settings = list(heldout_means(config).values()), config.evaluation
-    patience = settings.patience
-    if patience == 0 or len(means) <= patience:
-        return False
-    return max(means[-patience:]) <= max(means[:-patience]) + settings.min_gain
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:
@@ -258,46 +131,6 @@ def changed_settings(folder: Path, config: Config) -> list[str]:
     ]
 
 
-def versions() -> dict[str, str]:
-    """Versions of what a result depends on."""
-    own = {"python": platform.python_version(), "g2rpo-ray": __version__}
-    return own | {name: version(name) for name in PACKAGES}
-
-
-def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures]) -> None:
-    """Keep pictures with their scores: ``pictures/heldout/iteration_<n>.json`` and PNG files."""
-    target = folder / "pictures" / "heldout"
-    name = f"iteration_{iteration}"
-    (target / name).mkdir(parents=True, exist_ok=True)
-    entries = []
-    for result in results:
-        for number, picture in enumerate(result.pictures):
-            file = f"{name}/{result.prompt_id}_{number}.png"
-            Image.fromarray(picture.numpy()).save(target / file)
-            scores = {reward: _number(values[number]) for reward, values in result.scores.items()}
-            entries.append(
-                {"prompt_id": result.prompt_id, "prompt": result.prompt, "file": file,
-                 "scores": scores}
-            )  # fmt: skip
-    replace_text(target / f"{name}.json", json.dumps(entries, indent=1, ensure_ascii=False))
-
-
-def heldout_before_after(folder: Path) -> dict[str, dict[str, float | None]]:
-    """Of each reward: the first evaluation, and that of the last iteration; None without one."""
-    records, prefix = read_metrics(folder), "heldout/"
-    evaluations = {r["iteration"]: r for r in records if r["kind"] == "evaluation"}
-    last = max((record["iteration"] for record in records), default=0)
-    first = min(evaluations, default=last)
-    before, after = evaluations.get(first, {}), evaluations.get(last, {})
-    if first == last:
-        before = {}
-    return {
-        name.removeprefix(prefix): {"before": before.get(name), "after": after.get(name)}
-        for name in before | after
-        if name.startswith(prefix)
-    }
-
-
 def _checkpoint_of(folder: Path, resume: str) -> Path | None:
     if resume == "none":
         return None
@@ -309,6 +142,26 @@ def _checkpoint_of(folder: Path, resume: str) -> Path | None:
             f"--resume {resume}: no such folder; it takes auto, none, or a folder"
         )
     return path
+
+
+def _info_at_start(config: Config, folder: Path, checkpoint: Path | None) -> CheckpointInfo:
+    if checkpoint is None:
+        kind, base = trained_kind(config.model), base_fingerprint(config.model)
+        return CheckpointInfo(0, 0, 0, 0, 0.0, kind, config.seed, base=base)
+    info = read_fitting_info(checkpoint, config.model)
+    if info.seed != config.seed:
+        raise RunFolderError(
+            f"{checkpoint} belongs to seed {info.seed}, the configuration has seed "
+            f"{config.seed}; the prompts already seen would differ"
+        )
+    if info.iteration > config.iterations:
+        raise RunFolderError(
+            f"{checkpoint} is at iteration {info.iteration}, beyond "
+            f"iterations={config.iterations}; raise it to go on"
+        )
+    if info.iteration == _finished_iterations(folder):
+        _check_not_finished(config, checkpoint, info)
+    return info
 
 
 @contextmanager
@@ -376,10 +229,6 @@ def _check_not_finished(config: Config, checkpoint: Path, info: CheckpointInfo) 
         )
 
 
-def _folder(config: Config) -> Path:
-    return Path(config.run_dir).expanduser().absolute()
-
-
 def _finished_iterations(folder: Path) -> int | None:
     """Iterations of the run when it was last finished: last evaluation and summary written."""
     summary = folder / "summary.json"
@@ -399,8 +248,3 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, object]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _number(value: object) -> float | None:
-    number = float(value)  # type: ignore[arg-type]
-    return number if number == number else None

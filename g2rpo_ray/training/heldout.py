@@ -17,7 +17,7 @@ from g2rpo_ray.prompts.dataset import evenly
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.rollout.crew import SyncWorkers
 from g2rpo_ray.rollout.pool import POLL_S, OnWait, RolloutPool
-from g2rpo_ray.run.folder import best_evaluated, evaluated_iterations, is_stalled, save_heldout
+from g2rpo_ray.run.scores import best_evaluated, evaluated_iterations, is_stalled, save_heldout
 from g2rpo_ray.tracking.metrics import MetricsLog
 from g2rpo_ray.training.collect import heldout_metrics
 from g2rpo_ray.training.roles import Roles

@@ -5,8 +5,8 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
-from g2rpo_ray.run.stop import StopRequested
 from g2rpo_ray.training.train import Drawn, TrainingLoop
 
 

@@ -12,6 +12,7 @@ import ray
 from g2rpo_ray.algorithms import make_strategy
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.logs import log_as, log_file
+from g2rpo_ray.common.stop import StopRequested, StopSignal
 from g2rpo_ray.common.text_files import replace_text
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
@@ -22,16 +23,9 @@ from g2rpo_ray.models.loading import check_model_folder
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import PromptOrder, check_apart, evenly, read_config_prompts
 from g2rpo_ray.rollout.answers import RolloutSummary
-from g2rpo_ray.run.folder import (
-    Run,
-    best_evaluated,
-    changed_settings,
-    give_up_later,
-    heldout_before_after,
-    open_run,
-    versions,
-)
-from g2rpo_ray.run.stop import StopRequested, StopSignal
+from g2rpo_ray.run.folder import Run, changed_settings, give_up_later, open_run
+from g2rpo_ray.run.scores import best_evaluated, heldout_before_after
+from g2rpo_ray.run.versions import versions
 from g2rpo_ray.tracking.memory import PeakMemory
 from g2rpo_ray.tracking.metrics import MetricsLog
 from g2rpo_ray.tracking.progress import Progress, print_table

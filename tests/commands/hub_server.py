@@ -37,6 +37,10 @@ class Hub:
     """Files come with their last byte changed."""
     status: int | None = None
     """Answer everything with this."""
+    another: threading.Event | None = None
+    """The first file is held back until a second is asked for, which sets it."""
+    waited_in_vain: bool = False
+    """The second was not asked for meanwhile."""
 
     def fetched(self) -> list[str]:
         return [r for r in self.requests if r.startswith("GET") and "/resolve/" in r]
@@ -77,16 +81,22 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.status:
             self._send(hub.status, {}, b"{}")
             return
+        authorization = self.headers.get("Authorization")
+        if authorization not in (None, f"Bearer {hub.token}"):
+            message = {"X-Error-Message": "Invalid credentials in Authorization header"}
+            self._send(401, message, b"{}")
+            return
         is_listing = path.startswith("/api/models/")
-        owner, name, _, revision, *file = path.removeprefix("/api/models").strip("/").split("/")
+        owner, name, kind, revision, *file = path.removeprefix("/api/models").strip("/").split("/")
         repository = hub.repositories.get(f"{owner}/{name}")
         if repository is None:
             self._send(404, {"X-Error-Code": "RepoNotFound"}, b"{}")
         elif revision not in ("main", repository.commit):
             self._send(404, {"X-Error-Code": "RevisionNotFound"}, b"{}")
         elif is_listing:
-            self._send(200, {}, json.dumps(_listing(f"{owner}/{name}", repository)).encode())
-        elif repository.gated and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            listing = _tree(repository) if kind == "tree" else _info(f"{owner}/{name}", repository)
+            self._send(200, {}, json.dumps(listing).encode())
+        elif repository.gated and authorization is None:
             self._send(403, {"X-Error-Code": "GatedRepo"}, b"{}")
         elif "/".join(file) not in repository.files:
             self._send(404, {"X-Error-Code": "EntryNotFound"}, b"{}")
@@ -112,6 +122,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if not body:
             return
+        if hub.another:
+            if len(hub.fetched()) > 1:
+                hub.another.set()
+            hub.waited_in_vain |= not hub.another.wait(10)
         if hub.cut_after is not None and len(part) > hub.cut_after:
             part, hub.cut_after = part[: hub.cut_after], None
             self.close_connection = True
@@ -126,7 +140,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _listing(name: str, repository: Repository) -> dict:
+def _info(name: str, repository: Repository) -> dict:
+    """As ``/api/models/<name>/revision/<commit>?blobs=true`` answers."""
     siblings = []
     for file, content in repository.files.items():
         entry: dict = {"rfilename": file, "size": len(content), "blobId": _git_sha1(content)}
@@ -134,6 +149,18 @@ def _listing(name: str, repository: Repository) -> dict:
             entry["lfs"] = {"sha256": _sha256(content), "size": len(content), "pointerSize": 134}
         siblings.append(entry)
     return {"id": name, "modelId": name, "sha": repository.commit, "siblings": siblings}
+
+
+def _tree(repository: Repository) -> list[dict]:
+    """As ``/api/models/<name>/tree/<commit>?recursive=true`` answers."""
+    entries = []
+    for file, content in repository.files.items():
+        size, oid = len(content), _git_sha1(content)
+        entry: dict = {"type": "file", "path": file, "size": size, "oid": oid}
+        if size >= LARGE:
+            entry["lfs"] = {"oid": _sha256(content), "size": size, "pointerSize": 134}
+        entries.append(entry)
+    return entries
 
 
 def _sha256(content: bytes) -> str:

@@ -1,6 +1,8 @@
 """The command line: exit codes, messages on stderr, and a dry run that starts nothing."""
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +21,16 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("Ray was started")
 
     monkeypatch.setattr(ray, "init", init)
+
+
+def test_help_comes_at_once() -> None:
+    """No library that takes seconds to import."""
+    script = (
+        "import sys; from g2rpo_ray import cli; cli._parse(['plan', 'run.yaml']); "
+        "print([m for m in ('torch', 'ray', 'diffusers', 'transformers') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert answer.stdout == b"[]\n"
 
 
 def train(*arguments: str) -> int:
@@ -107,11 +119,11 @@ def test_a_folder_that_was_moved_is_the_run_and_not_what_lies_at_its_old_place(
     save_config(load_config(QUICKSTART, [f"run_dir={old}"]), new / "config.yaml")
     used: list[str] = []
 
-    def sample(config: Config, **_: object) -> list[Path]:
+    def sample(config: Config, *_: object) -> list[Path]:
         used.append(config.run_dir)
         return []
 
-    monkeypatch.setattr("g2rpo_ray.commands.sample.sample", sample)
+    monkeypatch.setattr("g2rpo_ray.evaluation.sample.sample", sample)
     monkeypatch.chdir(tmp_path)
     assert main(["sample", "new", "--prompt", "a cat"]) == 0
     assert used == [str(new)]

@@ -2,19 +2,18 @@
 
 import json
 import shutil
+import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from g2rpo_ray.cli import main
-from g2rpo_ray.commands import hub
-from g2rpo_ray.commands.download import download
-from g2rpo_ray.commands.hub import OfflineError
 from g2rpo_ray.config import load_config
-from g2rpo_ray.models import catalogue
 from g2rpo_ray.models.catalogue import CATALOGUE, DownloadError, targets_of
+from g2rpo_ray.models.download import OfflineError, download
 from tests.commands.hub_server import Hub, Repository, serve
 
 PROJECT = Path(__file__).parents[2]
@@ -44,7 +43,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with serve() as served:
-        monkeypatch.setenv("HF_ENDPOINT", served.url)
+        use(monkeypatch, served.url)
         served.repositories = {
             FLUX.repo: Repository(FLUX.revision or "", dict(FLUX_FILES)),
             HPS.repo: Repository(
@@ -62,6 +61,13 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
             ),
         }
         yield served
+
+
+def use(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """As HF_ENDPOINT does; the library reads that when it is imported."""
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def config(name: str = "flux_g2rpo_hps_clip") -> Path:
@@ -176,6 +182,36 @@ def test_the_token_opens_the_gate_and_is_neither_printed_nor_kept(
         assert path.is_dir() or server.token.encode() not in path.read_bytes()
 
 
+def test_a_wrong_token_is_said_and_not_printed(
+    server: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert server.token != "hf_of_yesterday"
+    monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
+    assert run() == 2
+    printed = capsys.readouterr()
+    assert "status 401; the token (HF_TOKEN or 'hf auth login') is not valid" in printed.err
+    assert "hf_of_yesterday" not in printed.out + printed.err
+
+
+def test_a_hub_that_fails_after_the_list_is_said(
+    server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        server.status = 500
+
+    monkeypatch.setattr("g2rpo_ray.models.download._check_disks", fail)
+    monkeypatch.setattr("time.sleep", lambda _: None)  # the library tries again, and waits
+    with pytest.raises(DownloadError, match=f"{FLUX.repo}: the hub answered with status 500"):
+        fetch()
+
+
+def test_a_second_file_is_asked_for_before_the_first_is_there(server: Hub) -> None:
+    server.another = threading.Event()
+    fetch()
+    assert server.another.is_set()
+    assert not server.waited_in_vain
+
+
 def test_the_disk_is_compared_before_anything_is_fetched(
     server: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +253,7 @@ def test_offline_local_folders_are_enough_and_what_is_missing_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fetch()
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    use(monkeypatch, "http://127.0.0.1:9")
     assert run() == 0
     assert "everything that was downloaded is in place" in capsys.readouterr().out
     (tmp_path / "models/FLUX.1-dev/vae/config.json").unlink()
@@ -233,7 +269,7 @@ def test_offline_local_folders_are_enough_and_what_is_missing_is_said(
 def test_a_folder_put_there_by_hand_is_looked_at_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    use(monkeypatch, "http://127.0.0.1:9")
     flux = tmp_path / "models" / "FLUX.1-dev"
     for name in set(USED) - {"vae/config.json"}:
         (flux / name).parent.mkdir(parents=True, exist_ok=True)
@@ -290,8 +326,6 @@ def test_pins_are_whole_commits() -> None:
     pinned = [source.revision for source in CATALOGUE.values() if source.revision]
     assert len(pinned) >= 6
     assert all(len(pin) == 40 and int(pin, 16) for pin in pinned)
-    assert hub.DEFAULT_ENDPOINT.startswith("https://")
-    assert catalogue.CATALOGUE is CATALOGUE
 
 
 @pytest.mark.parametrize("name", ["DFN5B-CLIP-ViT-H-14-384", "DFN5B-CLIP-ViT-H-14-378"])
@@ -302,7 +336,7 @@ def test_both_names_of_apples_clip_are_known(name: str) -> None:
 
 
 def test_no_older_huggingface_hub_is_allowed_than_the_one_that_is_tested() -> None:
-    # Older ones have another HTTP client, whose errors hub.py would not know.
+    # Older ones have another HTTP client, whose errors the command would not know.
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     (bound,) = [d for d in project["dependencies"] if d.startswith("huggingface_hub")]
     pinned = (PROJECT / "constraints.txt").read_text().splitlines()

@@ -19,7 +19,7 @@ from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.models.weights import WeightReceipt, load_weights
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.worker import RolloutWorker
-from g2rpo_ray.run.folder import RunFolderError
+from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.weight_sync.base import Peer, verify
 from tests.tiny import KnownScores, Redness, encode, tiny_config
 

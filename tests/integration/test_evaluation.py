@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo_ray.commands.sample import sample
-from g2rpo_ray.run.folder import RunFolderError, checkpoint_named
+from g2rpo_ray.evaluation.sample import SampleOptions, sample
+from g2rpo_ray.run.paths import RunFolderError
+from g2rpo_ray.run.weights import checkpoint_named
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.integration.command import Command, train
 from tests.integration.test_train import config_of
@@ -84,12 +85,6 @@ def test_the_best_checkpoint_is_kept_and_draws(runs: dict[int, Path], tmp_path: 
                 checkpoint_named(config, "best")
         else:
             assert checkpoint_named(config, "best").name == f"iteration_{best:06d}"
-            drawn = sample(
-                config,
-                checkpoint="best",
-                prompts=["a red circle"],
-                pictures_per_prompt=1,
-                seed=0,
-                folder=tmp_path / str(name),
-            )
+            options = SampleOptions(["a red circle"], checkpoint="best")
+            drawn = sample(config, options, tmp_path / str(name))
             assert drawn[0].exists()

@@ -18,15 +18,14 @@ from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run.folder import (
     _LOCKS,
-    RunFolderError,
     changed_settings,
-    checkpoint_named,
     give_up_later,
     open_run,
-    save_heldout,
-    trained_kind,
     write_resolved,
 )
+from g2rpo_ray.run.paths import RunFolderError
+from g2rpo_ray.run.scores import save_heldout
+from g2rpo_ray.run.weights import checkpoint_named, trained_kind
 from g2rpo_ray.tracking.report.page import write_report
 from tests.tiny import copy_flux, tiny_config
 

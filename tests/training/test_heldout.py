@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from g2rpo_ray.common.errors import RunError
+from g2rpo_ray.common.stop import StopRequested, StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
 from g2rpo_ray.learner.checkpoints.folders import (
@@ -31,8 +32,9 @@ from g2rpo_ray.learner.checkpoints.folders import (
     list_checkpoints,
 )
 from g2rpo_ray.rollout.answers import HeldoutPictures
-from g2rpo_ray.run.folder import RunFolderError, checkpoint_named, open_run
-from g2rpo_ray.run.stop import StopRequested, StopSignal
+from g2rpo_ray.run.folder import open_run
+from g2rpo_ray.run.paths import RunFolderError
+from g2rpo_ray.run.weights import checkpoint_named
 from g2rpo_ray.tracking.metrics import MetricsLog, read_metrics
 from g2rpo_ray.training.train import TrainingLoop
 from tests.tiny import tiny_config

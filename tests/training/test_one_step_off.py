@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from g2rpo_ray.common.section import ConfigError
+from g2rpo_ray.common.stop import StopRequested, StopSignal
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
 from g2rpo_ray.learner.update import StepRecord
 from g2rpo_ray.maths.objective import PolicyHealth
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run.folder import Run
-from g2rpo_ray.run.stop import StopRequested, StopSignal
 from g2rpo_ray.training.one_step_off import OneStepOffLoop
 from g2rpo_ray.weight_sync import SyncReport
 from tests.tiny import tiny_config

@@ -8,21 +8,24 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from g2rpo_ray.commands.export import ExportError, export, model_card
-from g2rpo_ray.commands.sample import SampleError, sample
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, LoraSection, save_config
+from g2rpo_ray.evaluation.sample import SampleOptions, sample
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.maths import noise
+from g2rpo_ray.models.catalogue import CATALOGUE
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.models.saving import ADAPTER_FILE
 from g2rpo_ray.models.weights import trainable_parameters
-from g2rpo_ray.run.folder import RunFolderError, trained_kind
+from g2rpo_ray.run.export import ExportError, ExportOptions, Form, export, model_card
+from g2rpo_ray.run.paths import RunFolderError
+from g2rpo_ray.run.weights import SampleError, trained_kind
 from tests.tiny import CAPTIONS, tiny_config
 
 SEED = 3
@@ -62,16 +65,14 @@ def draw(
     average: bool = False,
 ) -> np.ndarray:
     """The first picture of ``g2rpo sample``."""
-    paths = sample(
-        config,
-        checkpoint=checkpoint,
-        prompts=CAPTIONS[:1],
-        pictures_per_prompt=1,
+    options = SampleOptions(
+        CAPTIONS[:1],
         seed=SEED,
-        folder=folder,
+        checkpoint=checkpoint,
         trained_steps=trained_steps,
         average=average,
     )
+    paths = sample(config, options, folder)
     return np.asarray(Image.open(paths[0])).astype(int)
 
 
@@ -106,7 +107,7 @@ def test_an_exported_adapter_gives_a_plain_pipeline_the_same_picture(
     runs: dict[str, Config], tmp_path: Path
 ) -> None:
     config, folder = runs["lora"], tmp_path / "adapter"
-    assert export(config, checkpoint="last", folder=folder) == "adapter"
+    assert export(config, ExportOptions(), folder) == "adapter"
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "not to be handed on"
     ours = draw(config, "last", tmp_path / "ours")
     pipeline = base_pipeline()
@@ -122,9 +123,7 @@ def test_an_exported_transformer_gives_a_plain_pipeline_the_same_picture(
     runs: dict[str, Config], tmp_path: Path, kind: str
 ) -> None:
     config, folder = runs[kind], tmp_path / "transformer"
-    form = export(
-        config, checkpoint="last", folder=folder, merge=kind == "lora", max_shard_size="2MB"
-    )
+    form = export(config, ExportOptions(merge=kind == "lora", max_shard_size="2MB"), folder)
     assert form == ("merged" if kind == "lora" else "full")
     assert len(list(folder.glob("diffusion_pytorch_model-*.safetensors"))) > 1
     ours = draw(config, "last", tmp_path / "ours")
@@ -137,7 +136,7 @@ def test_published_weights_are_one_file_without_a_configuration(
     runs: dict[str, Config], tmp_path: Path
 ) -> None:
     config, folder = runs["full"], tmp_path / "published"
-    export(config, checkpoint="last", folder=folder)
+    export(config, ExportOptions(), folder)
     (folder / "config.json").unlink()
     (folder / "README.md").unlink()
     ours = draw(config, "last", tmp_path / "ours")
@@ -167,7 +166,7 @@ def test_the_moving_average_is_drawn_and_exported(runs: dict[str, Config], tmp_p
     config, folder = runs["full"], tmp_path / "average"
     average = draw(config, "last", tmp_path / "ours", average=True)
     assert not np.array_equal(average, draw(config, "last", tmp_path / "last"))
-    export(config, checkpoint="last", folder=folder, average=True)
+    export(config, ExportOptions(average=True), folder)
     assert_same_picture(draw(config, str(folder), tmp_path / "exported"), average)
     with pytest.raises(SampleError, match="is no checkpoint of a run"):
         draw(config, str(folder), tmp_path / "other", average=True)
@@ -179,7 +178,7 @@ def test_more_hybrid_steps_than_there_are(runs: dict[str, Config], tmp_path: Pat
 
 
 def test_the_card_names_recipe_data_and_use(runs: dict[str, Config], tmp_path: Path) -> None:
-    export(runs["lora"], checkpoint="last", folder=tmp_path / "adapter")
+    export(runs["lora"], ExportOptions(), tmp_path / "adapter")
     card = (tmp_path / "adapter" / "README.md").read_text()
     for text in (
         "pipeline.load_lora_weights",
@@ -197,7 +196,7 @@ def test_the_card_names_the_modules_that_were_trained(runs: dict[str, Config]) -
     config = runs["full"]
     model = config.model.model_copy(update={"trained_modules": ["attn.to_q", "attn.to_k"]})
     cards = {
-        kind: model_card(config, CheckpointInfo(7, 7, 7, 100, 1.0, kind, 0), "full")
+        kind: model_card(config, CheckpointInfo(7, 7, 7, 100, 1.0, kind, 0), "full").text
         for kind in (trained_kind(config.model), trained_kind(model))
     }
     whole, part = cards.values()
@@ -205,16 +204,35 @@ def test_the_card_names_the_modules_that_were_trained(runs: dict[str, Config]) -
     assert "of whose weights those of attn.to_q, attn.to_k were trained." in part
 
 
+@pytest.mark.parametrize(("form", "relation"), [("adapter", "adapter"), ("merged", "finetune")])
+def test_the_hub_reads_what_kind_of_model_it_is(
+    runs: dict[str, Config], tmp_path: Path, form: Form, relation: str
+) -> None:
+    config = runs["lora"]
+    model = config.model.model_copy(update={"path": "models/FLUX.1-dev"})
+    info = CheckpointInfo(7, 7, 7, 100, 1.0, trained_kind(model), 0)
+    model_card(config.model_copy(update={"model": model}), info, form).save(tmp_path / "README.md")
+    head = ModelCard.load(tmp_path / "README.md").data
+    assert (head.library_name, head.pipeline_tag) == ("diffusers", "text-to-image")
+    assert (head.base_model, head["base_model_relation"]) == (
+        CATALOGUE["FLUX.1-dev"].repo,
+        relation,
+    )
+    assert (head.license, head.license_name) == ("other", "flux-1-dev-non-commercial-license")
+    assert ("lora" in head.tags) == (form == "adapter")
+    assert "base_model" not in model_card(config, info, form).data.to_dict(), "no model of the hub"
+
+
 def test_the_base_model_is_not_exported(runs: dict[str, Config], tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"--checkpoint base: .*model\.path.* last, best"):
-        export(runs["full"], checkpoint="base", folder=tmp_path / "out")
+        export(runs["full"], ExportOptions(checkpoint="base"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_place_for_pictures_that_cannot_be_written_is_named_before_anything_is_loaded(
     runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("g2rpo_ray.commands.sample.load_source", None)
+    monkeypatch.setattr("g2rpo_ray.evaluation.sample.load_source", None)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(SampleError, match=r"--out .*/file: pictures cannot be written there"):
         draw(runs["full"], "last", tmp_path / "file")
@@ -223,7 +241,7 @@ def test_a_place_for_pictures_that_cannot_be_written_is_named_before_anything_is
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("g2rpo_ray.commands.sample.TemporaryFile", refuse)
+    monkeypatch.setattr("g2rpo_ray.evaluation.sample.TemporaryFile", refuse)
     with pytest.raises(SampleError, match="Permission denied"):
         draw(runs["full"], "last", tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -249,7 +267,7 @@ def test_large_pictures_are_drawn_in_tiles(
 def test_a_folder_that_is_there_is_not_touched(runs: dict[str, Config], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(ExportError, match="is there already"):
-        export(runs["full"], checkpoint="last", folder=tmp_path)
+        export(runs["full"], ExportOptions(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -261,13 +279,13 @@ def test_a_disk_that_fails_leaves_nothing(
 
     monkeypatch.setattr(FluxTransformer2DModel, "save_pretrained", full)
     with pytest.raises(ExportError, match="No space left on device"):
-        export(runs["full"], checkpoint="last", folder=tmp_path / "out")
+        export(runs["full"], ExportOptions(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_all_weights_have_nothing_to_merge(runs: dict[str, Config], tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="--merged is for LoRA runs"):
-        export(runs["full"], checkpoint="last", folder=tmp_path / "out", merge=True)
+        export(runs["full"], ExportOptions(merge=True), tmp_path / "out")
 
 
 def test_an_adapter_for_other_modules_is_named(runs: dict[str, Config], tmp_path: Path) -> None:
@@ -283,7 +301,7 @@ def test_an_adapter_for_other_modules_is_named(runs: dict[str, Config], tmp_path
 def test_an_adapter_that_would_bind_in_part_is_refused(
     runs: dict[str, Config], tmp_path: Path, damage: str
 ) -> None:
-    export(runs["lora"], checkpoint="last", folder=tmp_path / "adapter")
+    export(runs["lora"], ExportOptions(), tmp_path / "adapter")
     file = tmp_path / "adapter" / ADAPTER_FILE
     tensors = load_file(file)
     first = min(tensors)
@@ -308,7 +326,7 @@ def test_damaged_and_foreign_transformers_are_named(
     runs: dict[str, Config], tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
-    export(runs["full"], checkpoint="last", folder=folder, max_shard_size="2MB")
+    export(runs["full"], ExportOptions(max_shard_size="2MB"), folder)
     shards = sorted(folder.glob("diffusion_pytorch_model-*"))
     whole = shards[0].read_bytes()
     shards[0].write_bytes(whole[:-10])
@@ -334,6 +352,6 @@ def test_checkpoints_of_the_other_kind_do_not_bind(runs: dict[str, Config], tmp_
     for config in (runs["full"], runs["lora"].model_copy(update={"model": other_scale})):
         kinds = rf"'lora rank 4 alpha 10' weights, .* '{trained_kind(config.model)}'"
         with pytest.raises(RunFolderError, match=kinds):
-            export(config, checkpoint=str(copy), folder=tmp_path / "out")
+            export(config, ExportOptions(checkpoint=str(copy)), tmp_path / "out")
         with pytest.raises(RunFolderError, match=kinds):
             draw(config, str(copy), tmp_path / "pictures")

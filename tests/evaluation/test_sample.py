@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from g2rpo_ray.commands import sample as sample_module
-from g2rpo_ray.commands.sample import SampleError, sample
 from g2rpo_ray.config import Config
+from g2rpo_ray.evaluation.sample import SampleOptions, sample
 from g2rpo_ray.models.flux import FluxPolicy, load_policy
+from g2rpo_ray.run.weights import SampleError
 from tests.tiny import CAPTIONS, tiny_config
 
 
@@ -23,14 +23,8 @@ def broken_policy(config: Config) -> FluxPolicy:
 def test_latents_that_are_not_finite_are_an_error_and_no_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_module, "load_policy", broken_policy)
+    monkeypatch.setattr("g2rpo_ray.run.weights.load_policy", broken_policy)
+    options = SampleOptions(CAPTIONS[:1], pictures_per_prompt=2, checkpoint="base")
     with pytest.raises(SampleError, match=r"2 of 2 pictures .* prompt 'a red circle left"):
-        sample(
-            tiny_config(tmp_path / "run"),
-            checkpoint="base",
-            prompts=CAPTIONS[:1],
-            pictures_per_prompt=2,
-            seed=0,
-            folder=tmp_path / "out",
-        )
+        sample(tiny_config(tmp_path / "run"), options, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from g2rpo_ray.common.stop import StopRequested, StopSignal
 from g2rpo_ray.config import Config
-from g2rpo_ray.run.stop import StopRequested, StopSignal
 from g2rpo_ray.training import train as train_module
 from g2rpo_ray.training.roles import Roles
 from tests.tiny import tiny_config

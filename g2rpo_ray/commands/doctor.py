@@ -1,0 +1,23 @@
+"""``g2rpo doctor``: what is wrong with the cluster, each finding with its remedy."""
+
+import argparse
+from pathlib import Path
+
+from g2rpo_ray.commands.options import add_config, read_config, write_json
+
+HELP = "what is wrong with the cluster; exit code 0 OK, 1 WARN, 2 FAIL"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, "YAML file of a run", nargs="?")
+    parser.add_argument("--json", type=Path, help="write the findings here, too")
+
+
+def run(options: argparse.Namespace) -> int:
+    from g2rpo_ray.doctor.examine import examine
+    from g2rpo_ray.doctor.findings import as_json, as_text, worst
+
+    findings = examine(read_config(options) if options.config else None)
+    print(as_text(findings))
+    write_json(options.json, as_json(findings))
+    return worst(findings)

@@ -1,0 +1,113 @@
+"""What several commands take: a configuration, a run, overrides, numbers; no heavy library.
+
+A command's module has ``HELP``, ``add_options(parser)`` and ``run(options)``, which returns an exit
+code or None. All modules are imported whenever ``g2rpo`` starts: heavy imports stand in ``run``.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from g2rpo_ray.common.errors import InputError
+
+if TYPE_CHECKING:
+    from g2rpo_ray.config import Config
+
+T = TypeVar("T")
+
+
+def add_config(
+    parser: argparse.ArgumentParser,
+    words: str = "YAML file, see configs/",
+    nargs: str | None = None,
+) -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=words)
+
+
+def add_run(parser: argparse.ArgumentParser, names: str, others: str) -> None:
+    """Options that say which weights of a run are meant.
+
+    Args:
+        names: what ``--checkpoint`` takes.
+        others: the same in words, without the default.
+    """
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a run")
+    parser.add_argument(
+        "--checkpoint",
+        default="last",
+        metavar=names,
+        help=f"weights: the run's last checkpoint (default), {others}",
+    )
+    parser.add_argument(
+        "--average",
+        action="store_true",
+        help="of a checkpoint: the weights' moving average (learner.ema_decay)",
+    )
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],  # without it, argparse's messages call them required
+        metavar="key.sub=value",
+        help="settings that replace the file's",
+    )
+
+
+def read_config(options: argparse.Namespace) -> "Config":
+    """The configuration of ``add_config`` with its overrides."""
+    from g2rpo_ray.config import load_config
+
+    return load_config(options.config, options.overrides)
+
+
+def read_run_config(options: argparse.Namespace) -> "Config":
+    """Of a run's folder, or of a configuration file where there is no run yet."""
+    from g2rpo_ray.config import load_config
+
+    path: Path = options.run_dir
+    if path.is_file():
+        return load_config(path, options.overrides)
+    config = load_config(path / "config.yaml", options.overrides)
+    # Not the folder that it was trained in: it may have been copied or renamed since.
+    return config.model_copy(update={"run_dir": str(path.absolute())})
+
+
+def write_json(path: Path | None, content: object) -> None:
+    """What ``--json`` asks for, if it was given.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(content, indent=1))
+    except OSError as error:
+        raise InputError(f"--json {path}: cannot be written: {error}") from error
+
+
+def count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of 1 or more")
+    return int(text)
+
+
+def size(text: str) -> str:
+    if not re.fullmatch(r"[1-9][0-9]*(KB|MB|GB|TB)", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected such as 500MB or 10GB")
+    return text
+
+
+def numbers(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """A comma-separated list of ``int`` or ``float``."""
+
+    def read(text: str) -> list[T]:
+        return [kind(part) for part in text.split(",")]
+
+    read.__name__ = f"comma-separated {kind.__name__}"
+    return read

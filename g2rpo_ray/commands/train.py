@@ -1,0 +1,37 @@
+"""``g2rpo train``: a run to its end, or to a signal."""
+
+import argparse
+
+from g2rpo_ray.commands.options import add_config, read_config
+
+HELP = "train a model with a configuration"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the batch arithmetic, write the resolved configuration, start nothing",
+    )
+    parser.add_argument(
+        "--resume",
+        default="none",
+        metavar="auto|PATH|none",
+        help="continue from the run's last checkpoint, from one folder, or start anew (default)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    from g2rpo_ray.plan.arithmetic import describe
+    from g2rpo_ray.run.folder import write_resolved
+
+    config = read_config(options)
+    print(describe(config), flush=True)
+    if options.dry_run:
+        print(f"resolved configuration: {write_resolved(config)}")
+        return
+
+    from g2rpo_ray.training.train import train
+
+    train(config, options.resume)

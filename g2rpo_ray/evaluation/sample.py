@@ -1,0 +1,146 @@
+"""Drawing pictures with trained or published weights, in this process, without Ray."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from g2rpo_ray.config import Config
+from g2rpo_ray.maths import noise
+from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.flux import LatentShape
+from g2rpo_ray.models.loading import DTYPES, check_model_folder, load_part
+from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.models.vae import PictureDecoder
+from g2rpo_ray.run.weights import SampleError, Source, load_source
+from g2rpo_ray.sampling.engine import schedule_of
+from g2rpo_ray.sampling.evaluator import Evaluator
+from g2rpo_ray.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What is drawn, with which weights."""
+
+    prompts: Sequence[str]
+    pictures_per_prompt: int = 1
+    seed: int = 0
+    """Of the initial noise."""
+    checkpoint: str = "last"
+    """``last``, ``best``, ``base``, the folder of a checkpoint, an exported adapter
+    (``pytorch_lora_weights.safetensors`` or its folder), or a transformer's weights in diffusers'
+    format, as ``g2rpo export`` writes them and G2RPO's were published (a folder with
+    ``diffusion_pytorch_model*.safetensors``, or one such file)."""
+    trained_steps: int | None = None
+    """Hybrid inference (arXiv 2507.21802): the trained weights for so many steps, the base model's
+    for the rest; None means trained weights for all."""
+    average: bool = False
+    """Of a checkpoint, the moving average of the weights (``learner.ema_decay``)."""
+
+
+def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
+    """Draw by ODE with ``evaluation.steps`` and save PNG files.
+
+    Returns:
+        Paths, ``<prompt number>_<picture number>.png``, in the order of prompts.
+
+    Raises:
+        SampleError: ``trained_steps`` is not among the steps, ``folder`` cannot be written, or
+            latents are not finite.
+        ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
+            be used.
+    """
+    switch = _switch(config, options)
+    check_model_folder(config.model)
+    _make_writable(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source = load_source(config, options.checkpoint, options.average)
+    source.policy.to(device)
+    embeds = _encode(config, options.prompts, device)
+    start = _noise(options, source.policy.shape).to(device)
+    latents = _walk(config, source, start, embeds, switch)
+    _check_finite(latents, options)
+    return _save(config, latents, source.policy.shape, folder)
+
+
+def _switch(config: Config, options: SampleOptions) -> int:
+    """Schedule index at which the base model takes over."""
+    steps = config.evaluation.steps
+    trained_steps = steps if options.trained_steps is None else options.trained_steps
+    if not 0 <= trained_steps <= steps:
+        raise SampleError(
+            f"--trained-steps {trained_steps}: evaluation.steps is {steps}; allowed: 0 to {steps}"
+        )
+    return trained_steps
+
+
+def _make_writable(folder: Path) -> None:
+    # Before anything is drawn, which takes minutes.
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SampleError(f"--out {folder}: pictures cannot be written there: {error}") from error
+
+
+def _encode(config: Config, prompts: Sequence[str], device: torch.device) -> list[PromptEmbeds]:
+    encoder = TextEncoder(config.model, config.prompts.max_sequence_length, str(device))
+    return [encoder.encode(prompt).to(device) for prompt in prompts]
+
+
+def _noise(options: SampleOptions, shape: LatentShape) -> Tensor:
+    """float32 ``[J, tokens, channels]``, the same for every prompt."""
+    numbers = range(options.pictures_per_prompt)
+    return torch.stack([noise.normal(shape.packed, "sample", options.seed, n) for n in numbers])
+
+
+def _walk(
+    config: Config, source: Source, start: Tensor, embeds: Sequence[PromptEmbeds], switch: int
+) -> list[Tensor]:
+    """Latents x_0 of each prompt, shaped as ``start``."""
+    steps = config.evaluation.steps
+    evaluate = Evaluator(source.policy, config.rollout.planned_batch_size)
+    sampler = Sampler(evaluate, schedule_of(config.sampling, steps, source.policy.shape))
+    latents = [start] * len(embeds)
+    if switch > 0:
+        latents = [sampler.trajectory(start, e, 0, switch).x0 for e in embeds]
+    if switch < steps:
+        source.back_to_base()
+        pairs = zip(latents, embeds, strict=True)
+        latents = [sampler.trajectory(x, e, switch, steps).x0 for x, e in pairs]
+    return latents
+
+
+def _check_finite(latents: Sequence[Tensor], options: SampleOptions) -> None:
+    # The decoder would make a black picture of them.
+    for prompt, x0 in zip(options.prompts, latents, strict=True):
+        broken = int((~x0.isfinite().flatten(1).all(dim=1)).sum())
+        if broken:
+            raise SampleError(
+                f"--checkpoint {options.checkpoint}: {broken} of {len(x0)} pictures have latents "
+                f"that are not finite, prompt {prompt!r:.80}; nothing is saved. Draw from an "
+                "earlier checkpoint, or with model.dtype: float32"
+            )
+
+
+def _save(
+    config: Config, latents: Sequence[Tensor], shape: LatentShape, folder: Path
+) -> list[Path]:
+    vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(latents[0].device)
+    decoder = PictureDecoder(
+        vae,
+        shape,
+        config.rollout.decode_batch_size,
+        tile_above_px=config.rollout.decode_tile_above_px,
+    )
+    paths = []
+    for prompt_number, x0 in enumerate(latents):
+        for number, picture in enumerate(decoder.decode(x0)):
+            paths.append(folder / f"{prompt_number}_{number}.png")
+            Image.fromarray(picture.numpy()).save(paths[-1])
+    return paths

@@ -1,0 +1,170 @@
+"""A run's weights in diffusers' formats, read back and compared, with a card."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from g2rpo_ray import __version__
+from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.config import Config
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, read_weights
+from g2rpo_ray.models.catalogue import CATALOGUE
+from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.loading import DTYPES, check_model_folder, load_part
+from g2rpo_ray.models.saving import (
+    ADAPTER_FILE,
+    adapter_tensors,
+    merge_adapters,
+    save_adapter,
+    save_transformer,
+)
+from g2rpo_ray.models.weights import load_weights
+from g2rpo_ray.run.paths import run_folder
+from g2rpo_ray.run.scores import heldout_before_after
+from g2rpo_ray.run.weights import checkpoint_named, read_fitting_info
+
+Form = Literal["adapter", "merged", "full"]
+TEMPLATE = Path(__file__).with_name("model_card.md")
+
+
+class ExportError(InputError):
+    """The weights cannot be exported as asked; the message says why, and nothing was changed."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Which weights are exported, and how."""
+
+    checkpoint: str = "last"
+    """``last``, ``best``, or the folder of a checkpoint."""
+    merge: bool = False
+    """Of a LoRA run, the whole transformer instead of the adapter."""
+    average: bool = False
+    """The moving average of the weights (``learner.ema_decay``) instead of the last."""
+    max_shard_size: str = "10GB"
+    """Of a transformer's file."""
+
+
+def export(config: Config, options: ExportOptions, folder: Path) -> Form:
+    """Write ``folder``, which must not be there yet: whole or not at all.
+
+    A LoRA run gives its adapter (``pytorch_lora_weights.safetensors``), or with ``merge`` the
+    whole transformer; full fine-tuning gives the transformer (``config.json``,
+    ``diffusion_pytorch_model*.safetensors``). The tensors are of ``model.dtype``, as the run
+    computed with them.
+
+    Raises:
+        ExportError: the base model was asked for, or the folder is there already or cannot be
+            written.
+        CheckpointError: the checkpoint is damaged.
+        RunFolderError: its weights are of another kind or base model than the configuration's.
+        ModelFolderError: what was read back differs from what was written.
+    """
+    check_model_folder(config.model)
+    form = _form(config, options)
+    target = folder.expanduser().absolute()
+    if target.exists():
+        raise ExportError(f"{target} is there already; name another folder")
+    checkpoint = checkpoint_named(config, options.checkpoint)
+    info = read_fitting_info(checkpoint, config.model)
+    with _written_whole(target) as temporary:
+        write = _write_adapter if form == "adapter" else _write_transformer
+        write(config, options, checkpoint, temporary)
+        model_card(config, info, form).save(temporary / "README.md")
+    return form
+
+
+def _form(config: Config, options: ExportOptions) -> Form:
+    if options.merge and config.model.lora is None:
+        raise ExportError("--merged is for LoRA runs; this run trains all weights")
+    if options.checkpoint == "base":
+        raise ExportError(
+            f"--checkpoint base: that is model.path itself ({config.model.path}); allowed: last, "
+            "best, or the folder of a checkpoint"
+        )
+    if config.model.lora is None:
+        return "full"
+    return "merged" if options.merge else "adapter"
+
+
+@contextmanager
+def _written_whole(target: Path) -> Iterator[Path]:
+    """A folder beside ``target`` to write to, which becomes it at the end, or is gone."""
+    temporary = target.with_name(f".{target.name}.writing")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            # safetensors lets the owner alone read what it writes; an export is to be handed on.
+            shutil.copymode(temporary / "README.md", file)
+        temporary.rename(target)
+    except OSError as error:
+        raise ExportError(f"{target}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_adapter(config: Config, options: ExportOptions, checkpoint: Path, folder: Path) -> None:
+    assert config.model.lora is not None
+    dtype = DTYPES[config.model.dtype]
+    tensors = adapter_tensors(read_weights(checkpoint, options.average), config.model.lora)
+    save_adapter({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder)
+
+
+def _write_transformer(
+    config: Config, options: ExportOptions, checkpoint: Path, folder: Path
+) -> None:
+    weights = read_weights(checkpoint, options.average)
+    if config.model.lora is not None:
+        transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype])
+        merge_adapters(transformer, weights, config.model.lora)
+    else:
+        policy = load_policy(config)
+        load_weights(policy, weights)
+        transformer = policy.transformer
+    save_transformer(transformer, folder, options.max_shard_size)
+
+
+def model_card(config: Config, info: CheckpointInfo, form: Form) -> ModelCard:
+    """What it is, how to load it, how it was made, and what it scored; the hub reads its head."""
+    rewards = [f"{n} (weight {r.weight:g})" for n, r in config.trained_rewards.items()]
+    recipe = config.model_dump(mode="json", exclude_defaults=True)
+    return ModelCard.from_template(
+        _card_data(config, form),
+        template_path=str(TEMPLATE),
+        name=Path(config.run_dir).name,
+        config=config,
+        info=info,
+        form=form,
+        modules=info.trained.partition("full, of ")[2],
+        dtype=f"torch.{config.model.dtype}",
+        adapter_file=ADAPTER_FILE,
+        version=__version__,
+        rewards=", ".join(rewards),
+        scores=heldout_before_after(run_folder(config)),
+        number=lambda value: "–" if value is None else f"{value:.4f}",
+        recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip(),
+    )
+
+
+def _card_data(config: Config, form: Form) -> ModelCardData:
+    # A folder that the catalogue does not know may have any name: the hub would not find it.
+    base = CATALOGUE.get(Path(config.model.path).name)
+    data = ModelCardData(
+        library_name="diffusers",
+        pipeline_tag="text-to-image",
+        tags=["g2rpo", "reinforcement-learning", *(["lora"] if form == "adapter" else [])],
+    )
+    if base is not None:
+        data["base_model"] = base.repo
+        data["base_model_relation"] = "adapter" if form == "adapter" else "finetune"
+        for key, value in base.licence.items():
+            data[key] = value
+    return data

@@ -1,0 +1,138 @@
+"""Which weights a name means, whether they fit the model, and a policy that has them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.config import Config, ModelSection
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, read_info, read_weights
+from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
+from g2rpo_ray.models.fingerprint import base_fingerprint
+from g2rpo_ray.models.flux import FluxPolicy, load_policy
+from g2rpo_ray.models.loading import DTYPES, load_part
+from g2rpo_ray.models.saving import ADAPTER_FILE, load_adapter, load_transformer_weights
+from g2rpo_ray.models.weights import load_weights
+from g2rpo_ray.run.paths import RunFolderError, run_folder
+from g2rpo_ray.run.scores import best_evaluated
+
+
+class SampleError(InputError):
+    """Pictures cannot be drawn as asked; the message says why."""
+
+
+def trained_kind(model: ModelSection) -> str:
+    """What is trained, as a checkpoint names it."""
+    if model.trained_modules is not None:
+        return f"full, of {', '.join(model.trained_modules)}"
+    if model.lora is None:
+        return "full"
+    return f"lora rank {model.lora.rank} alpha {model.lora.alpha:g}"
+
+
+def read_fitting_info(checkpoint: Path, model: ModelSection) -> CheckpointInfo:
+    """The description of a checkpoint, if its weights are of this model.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        RunFolderError: its weights are of another kind or base model; both are named.
+    """
+    info, kind, base = read_info(checkpoint), trained_kind(model), base_fingerprint(model)
+    if info.trained != kind:
+        raise RunFolderError(
+            f"{checkpoint} holds '{info.trained}' weights, the configuration trains '{kind}' "
+            "(model.lora, model.trained_modules); they cannot be mixed"
+        )
+    if info.base not in ("", base):
+        raise RunFolderError(
+            f"{checkpoint} was trained from the base model {info.base}, and model.path "
+            f"{model.path!r} has {base} (fingerprints of the transformer's weight files); on "
+            "another base its weights mean something else: set model.path to the model it was "
+            "trained from"
+        )
+    return info
+
+
+def checkpoint_named(config: Config, name: str) -> Path:
+    """Folder of a run's ``last`` or ``best`` checkpoint, or of the one at the path ``name``.
+
+    Raises:
+        RunFolderError: the run has no checkpoint, or none that is better than the base model.
+    """
+    if name not in ("last", "best"):
+        return Path(name).expanduser().absolute()
+    folder = run_folder(config)
+    if name == "best":
+        best = best_evaluated(config)
+        if best is None:
+            raise RunFolderError(
+                f"{config.run_dir}: no checkpoint there was evaluated by checkpoint.best; it names "
+                "the reward that a run judges them by"
+            )
+        if best == 0:
+            raise RunFolderError(
+                f"{config.run_dir}: no checkpoint there has a higher held-out mean of "
+                f"{config.checkpoint.best} than the base model's (sample, evaluate: "
+                "--checkpoint base)"
+            )
+        return checkpoint_folder(folder, best)
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise RunFolderError(
+            f"{config.run_dir}: no checkpoint there yet (sample, evaluate: --checkpoint base)"
+        )
+    return checkpoints[-1]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A policy with the weights that were asked for, on the CPU."""
+
+    policy: FluxPolicy
+    back_to_base: Callable[[], None]
+    """Give it the weights of ``model.path`` again, wherever it is by then."""
+
+
+def load_source(config: Config, checkpoint: str, average: bool = False) -> Source:
+    """Args: as of ``sample``.
+
+    Raises:
+        ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
+            be used.
+    """
+    path = None if checkpoint == "base" else checkpoint_named(config, checkpoint)
+    if path is not None and (path / "state.json").exists():
+        read_fitting_info(path, config.model)
+        policy = load_policy(config)
+        load_weights(policy, weights_in(config, path, average))
+        lora = config.model.lora is not None
+        return Source(
+            policy, policy.transformer.disable_adapters if lora else _reload(policy, config)
+        )
+    if average:
+        raise SampleError(f"{checkpoint} is no checkpoint of a run; only those hold an average")
+    plain = config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
+    policy = load_policy(plain)
+    if path is None:
+        return Source(policy, lambda: None)
+    if path.name == ADAPTER_FILE or (path / ADAPTER_FILE).exists():
+        load_adapter(policy.transformer, path)
+        return Source(policy, policy.transformer.disable_adapters)
+    load_transformer_weights(policy.transformer, path)
+    return Source(policy, _reload(policy, config))
+
+
+def _reload(policy: FluxPolicy, config: Config) -> Callable[[], None]:
+    def back_to_base() -> None:
+        base = load_part(config.model, "transformer", DTYPES[config.model.dtype])
+        policy.transformer.load_state_dict(base.state_dict())
+
+    return back_to_base
+
+
+def weights_in(config: Config, checkpoint: Path, average: bool = False) -> dict[str, Tensor]:
+    """Trainable weights of a checkpoint (or their moving average) in the model's dtype."""
+    dtype = DTYPES[config.model.dtype]
+    return {name: tensor.to(dtype) for name, tensor in read_weights(checkpoint, average).items()}
