@@ -1,8 +1,7 @@
 """Fetching models from the hub: list, check the disk, fetch what is missing, check what came.
 
-The library fetches a repository's files in parallel and goes on where a connection broke. Its own
-listing makes folders even in a dry run, and it compares sizes only; so the list and the checksums
-are looked at here.
+The library fetches files in parallel and goes on where a connection broke. List and checksums are
+looked at here: its own dry run makes folders, and of what it has fetched it compares the size only.
 """
 
 import glob
@@ -17,8 +16,10 @@ from pathlib import Path
 
 import httpx2
 from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub.utils import tqdm
 
 from g2rpo_ray.common.formatting import format_size
+from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.catalogue import CATALOGUE, DownloadError, Source, Target, targets_of
 
@@ -78,6 +79,7 @@ def download(config: Config, also: Sequence[str] = (), dry_run: bool = False) ->
         DownloadError: no such repository or commit, no access to it, a disk is too small, or what
             came is not what the hub lists.
         OfflineError: no connection, and something is missing.
+        StopRequested: a signal came while files were fetched.
     """
     targets = targets_of(config, also)
     if not targets:
@@ -180,13 +182,23 @@ def _fetch(listing: Listing, files: Sequence[HubFile]) -> None:
     for file in files:
         # The library would take a damaged file that it has fetched itself for whole.
         listing.path_of(file).unlink(missing_ok=True)
-    with _explained(source):
-        snapshot_download(
-            listing.repo,
-            revision=listing.commit,
-            local_dir=folder,
-            allow_patterns=[glob.escape(file.name) for file in files],
-        )
+    with StopSignal("whole files stay; the same command fetches the others") as stop:
+
+        class Bar(tqdm):
+            """Where the library's threads come by while they fetch, and can be stopped."""
+
+            def update(self, n: float | None = 1) -> bool | None:
+                stop.check()
+                return super().update(n)
+
+        with _explained(source):
+            snapshot_download(
+                listing.repo,
+                revision=listing.commit,
+                local_dir=folder,
+                allow_patterns=[glob.escape(file.name) for file in files],
+                tqdm_class=Bar,
+            )
     for file in files:
         path = listing.path_of(file)
         if not path.exists():

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from g2rpo_ray import __version__
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.formatting import format_score
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, read_weights
 from g2rpo_ray.models.catalogue import CATALOGUE
@@ -30,7 +31,7 @@ from g2rpo_ray.run.scores import heldout_before_after
 from g2rpo_ray.run.weights import checkpoint_named, read_fitting_info
 
 Form = Literal["adapter", "merged", "full"]
-TEMPLATE = Path(__file__).with_name("model_card.md")
+TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 
 
 class ExportError(InputError):
@@ -149,7 +150,7 @@ def model_card(config: Config, info: CheckpointInfo, form: Form) -> ModelCard:
         version=__version__,
         rewards=", ".join(rewards),
         scores=heldout_before_after(run_folder(config)),
-        number=lambda value: "–" if value is None else f"{value:.4f}",
+        score=format_score,
         recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip(),
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from g2rpo_ray.cli import main
+from g2rpo_ray.cli import EXIT_INTERRUPTED, main
 from g2rpo_ray.config import load_config
 from g2rpo_ray.models.catalogue import CATALOGUE, DownloadError, targets_of
 from g2rpo_ray.models.download import OfflineError, download
@@ -126,6 +126,16 @@ def test_a_broken_connection_goes_on_where_it_broke(
     assert "bytes=" not in first
     assert again.endswith("bytes=5120-")
     assert (tmp_path / "models" / "FLUX.1-dev" / name).read_bytes() == FLUX_FILES[name]
+
+
+def test_ctrl_c_ends_it_at_once_and_the_same_command_goes_on(
+    server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.interrupts = True
+    assert run() == EXIT_INTERRUPTED
+    assert "whole files stay; the same command fetches the others" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.incomplete"))
+    assert run() == 0
 
 
 def test_a_file_that_is_not_what_the_list_says_is_removed_and_named(
