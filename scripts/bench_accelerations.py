@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from bench_rollout import VARIANTS
 from bench_scale import QUICKSTART
 from compare_algorithms import LocalScoring
-from torch import Tensor
-
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.models.text import TextEncoder

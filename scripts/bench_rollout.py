@@ -31,10 +31,10 @@ from typing import Any
 import open_clip
 import ray
 import torch
-from bench_scale import PROMPT, QUICKSTART, SCORER, write_model_folder, write_scorer
 from PIL import Image
 from torch import Tensor
 
+from bench_scale import PROMPT, QUICKSTART, SCORER, write_model_folder, write_scorer
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.maths.granularity import completion_indices, count_published_order
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0

@@ -21,15 +21,15 @@ from pathlib import Path
 import torch
 
 from g2rpo_ray.tiny_world.scene import split_captions
-from g2rpo_ray.tiny_world.training.autoencoder import AutoencoderEffort, train_autoencoder
-from g2rpo_ray.tiny_world.training.flux import FluxEffort, load_flux, load_weak_flux, train_flux
-from g2rpo_ray.tiny_world.training.measure import (
+from tiny_world.autoencoder import AutoencoderEffort, train_autoencoder
+from tiny_world.flux import FluxEffort, load_flux, load_weak_flux, train_flux
+from tiny_world.measure import (
     Figures,
     measure_autoencoder,
     measure_flux,
     measure_rewards,
 )
-from g2rpo_ray.tiny_world.training.rewards import Painters, RewardEffort, train_clip, train_hps
+from tiny_world.rewards import Painters, RewardEffort, train_clip, train_hps
 
 STAGES = ("prompts", "vae", "flux", "clip", "hps", "measure")
 SIZE_LIMIT_MB = 16.0

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from g2rpo_ray.tiny_world.scene import all_captions
-from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
-from g2rpo_ray.tiny_world.training.flux import CaptionTokens, TinyFlux, finish, generate
-from g2rpo_ray.tiny_world.training.pictures import PictureSource, blur, to_network, to_pictures
-from g2rpo_ray.tiny_world.training.support import Progress
-from g2rpo_ray.tiny_world.training.vocabulary import CLIP_LENGTH, clip_tokenizer
+from tiny_world.autoencoder import decode, encode
+from tiny_world.flux import CaptionTokens, TinyFlux, finish, generate
+from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
+from tiny_world.support import Progress
+from tiny_world.vocabulary import CLIP_LENGTH, clip_tokenizer
 
 CLIP_WEIGHTS = "open_clip_model.safetensors"
 HPS_WEIGHTS = "HPS_tiny.pt"

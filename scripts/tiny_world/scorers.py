@@ -16,10 +16,10 @@ from g2rpo_ray.rewards.scorers.clip_features import ClipFeatures
 from g2rpo_ray.rewards.scorers.image_reward import build_model, rate
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
 from g2rpo_ray.tiny_world.scene import all_captions
-from g2rpo_ray.tiny_world.training.pictures import PictureSource, blur, to_network, to_pictures
-from g2rpo_ray.tiny_world.training.rewards import OPEN_CLIP_PAD, open_clip_config
-from g2rpo_ray.tiny_world.training.support import Progress
-from g2rpo_ray.tiny_world.training.vocabulary import caption_words, clip_tokenizer
+from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
+from tiny_world.rewards import OPEN_CLIP_PAD, open_clip_config
+from tiny_world.support import Progress
+from tiny_world.vocabulary import caption_words, clip_tokenizer
 
 CLIP = "local-dir:tiny_world:clip"
 MEAN, STD = list(open_clip.OPENAI_DATASET_MEAN), list(open_clip.OPENAI_DATASET_STD)

@@ -18,10 +18,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from g2rpo_ray.tiny_world.scene import all_captions
-from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
-from g2rpo_ray.tiny_world.training.pictures import PictureSource
-from g2rpo_ray.tiny_world.training.support import Progress, save_half
-from g2rpo_ray.tiny_world.training.vocabulary import T5_LENGTH, clip_tokenizer, t5_tokenizer
+from tiny_world.autoencoder import decode, encode
+from tiny_world.pictures import PictureSource
+from tiny_world.support import Progress, save_half
+from tiny_world.vocabulary import T5_LENGTH, clip_tokenizer, t5_tokenizer
 
 TIME_SHIFT = 3.0
 GUIDANCE = 3.5

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from g2rpo_ray.tiny_world.training.pictures import PictureSource, to_network, to_pictures
-from g2rpo_ray.tiny_world.training.support import Progress, half_precision, save_half
+from tiny_world.pictures import PictureSource, to_network, to_pictures
+from tiny_world.support import Progress, half_precision, save_half
 
 SCALING, SHIFT = 0.3611, 0.1159  # FLUX.1's: (latent - SHIFT) * SCALING has about unit variance
 
