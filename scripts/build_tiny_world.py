@@ -33,6 +33,8 @@ from tiny_world.rewards import Painters, RewardEffort, train_clip, train_hps
 
 STAGES = ("prompts", "vae", "flux", "clip", "hps", "measure")
 SIZE_LIMIT_MB = 16.0
+README = Path(__file__).parent / "tiny_world" / "assets_readme.md"
+"""What the assets' README is made from."""
 
 
 @dataclass(frozen=True)
@@ -185,43 +187,14 @@ def _readme(options: argparse.Namespace, result: dict) -> str:
     sizes = ", ".join(f"{name} {size} MB" for name, size in result["sizes_mb"].items())
     training = {name: result["seconds"].get(name) for name in ("vae", "flux", "clip", "hps")}
     seconds = ", ".join(f"{name} {value}" for name, value in training.items())
-    return f"""# The models of the tiny world
-
-Small models of the real classes in the real file layouts, trained from nothing on pictures that
-`g2rpo_ray.tiny_world.scene` draws: two coloured shapes on a pale ground, 64 x 64 pixels, and
-captions such as "a red circle left of a blue square". No outside data went into them.
-
-| folder | what it is | how to open it |
-| --- | --- | --- |
-| `flux/` | a small FLUX with VAE, CLIP and T5; trained too little on purpose \
-| `diffusers.FluxPipeline`, 64 x 64, `max_sequence_length=10` |
-| `clip/` | CLIP reward model | `open_clip.create_model_and_transforms("local-dir:...")` |
-| `hps/` | the same, fine-tuned on preferences as HPS-v2.1 is \
-| architecture as `clip/`, weights `HPS_tiny.pt["state_dict"]` |
-| `prompts/` | 1,632 captions to train on, 288 held out | one caption a line |
-
-The guidance input was random (1 to 6) in training and carries no meaning; draw with 3.5.
-All models saw all captions; "held out" is for the reinforcement learning alone. No model was
-trained with the oracle: it made the figures below, and from such figures the number of FLUX's
-training steps was chosen.
-
-Made on {datetime.date.today().isoformat()} on {result["trained_on"]}:
-
-    {shlex.join(command)}
-
-| measured | |
-| --- | --- |
-{chr(10).join(rows)}
-
-Oracle: share of pictures that show their caption; generated ones are of held-out captions. AUC: how
-often a picture that shows its caption scores above one that does not. Best of n: the oracle on the
-picture that the reward likes best of n. Scores are cosines.
-
-Sizes: {sizes}.
-Training seconds: {seconds}.
-
-Licence: Apache-2.0, as the rest of this repository.
-"""
+    return README.read_text().format(
+        date=datetime.date.today().isoformat(),
+        trained_on=result["trained_on"],
+        command=shlex.join(command),
+        figures="\n".join(rows),
+        sizes=sizes,
+        seconds=seconds,
+    )
 
 
 if __name__ == "__main__":

@@ -18,21 +18,29 @@ import math
 import multiprocessing
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from g2rpo_ray.rewards.scorer import RewardScorer
+import measuring
+from g2rpo_ray.learner.engine import LearnerEngine
+from g2rpo_ray.learner.update import Assignment, update_on_groups
+from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.models.weights import load_weights
+from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
+from g2rpo_ray.rewards.registry import make_scorer
+from g2rpo_ray.rewards.scorer import RewardScorer
+from g2rpo_ray.rollout.worker import RolloutWorker
 
-ROOT = Path(__file__).parents[1]
 TUNING_SEED = 1000
 WINDOW = 1 / 3
 """Share of a budget, at its end, over which a run's rewards are averaged."""
@@ -91,36 +99,22 @@ class Result:
 
 def train(job: Job) -> Result:
     """Run one job in this process, until all of its budgets are spent."""
-    import torch
-
-    from g2rpo_ray.config import load_config
-    from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
-    from g2rpo_ray.learner.update import Assignment, update_on_groups
-    from g2rpo_ray.models.flux import load_policy
-    from g2rpo_ray.models.text import TextEncoder
-    from g2rpo_ray.models.weights import load_weights
-    from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
-    from g2rpo_ray.rewards.registry import make_scorer
-    from g2rpo_ray.rollout.worker import RolloutWorker
-
-    config = load_config(ROOT / "configs" / "quickstart.yaml", _settings(job))
+    config = measuring.quickstart(_settings(job))
     scorers = {n: make_scorer(r.kind, r.options, "cpu") for n, r in config.rewards.items()}
     worker = RolloutWorker(config, LocalScoring(scorers))
-    join_process_group(0, 1, "127.0.0.1", _free_port(), timeout_s=600)
+    measuring.join_alone()
     engine = LearnerEngine(load_policy(config), config.learner)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
 
     def prompt(number: int, text: str) -> Prompt:
         return Prompt(number, text, encoder.encode(text))
 
-    texts = read_config_prompts(config, config.prompts.train)
-    heldout = [
-        prompt(number, text)
-        for number, text in evenly(
-            list(enumerate(read_config_prompts(config, config.prompts.heldout))),
-            config.evaluation.prompts,
-        )
-    ]
+    texts, others = (
+        read_config_prompts(config, files)
+        for files in (config.prompts.train, config.prompts.heldout)
+    )
+    asked = evenly(list(enumerate(others)), config.evaluation.prompts)
+    heldout = [prompt(number, text) for number, text in asked]
     per_iteration = config.sampling.prompts_per_iteration
     order = PromptOrder(len(texts), config.seed, per_iteration)
     points = [Point(0, 0, 0.0, _heldout_means(worker, heldout))]
@@ -160,7 +154,7 @@ def train(job: Job) -> Result:
 class LocalScoring:
     """The reward servers' place in one process."""
 
-    def __init__(self, scorers: "dict[str, RewardScorer]") -> None:
+    def __init__(self, scorers: dict[str, RewardScorer]) -> None:
         self._scorers = scorers
         self.names = sorted(scorers)
 
@@ -168,7 +162,7 @@ class LocalScoring:
         self,
         prompt_id: int,  # noqa: ARG002
         prompt: str,
-        pictures: Any,
+        pictures: Tensor,
         names: list[str],
     ) -> "LocalScores":
         count = [prompt] * len(pictures)
@@ -179,16 +173,16 @@ class LocalScoring:
 class LocalScores:
     """Scores that are there already."""
 
-    scores: dict[str, Any]
+    scores: dict[str, Tensor]
     failures: list[str] = field(default_factory=list)
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Tensor]:
         return self.scores
 
 
-def _heldout_means(worker: Any, heldout: Sequence[Any]) -> dict[str, float]:
+def _heldout_means(worker: RolloutWorker, heldout: Sequence[Prompt]) -> dict[str, float]:
     results = [worker.evaluate(prompt) for prompt in heldout]
     return {
         name: fmean(float(score) for result in results for score in result.scores[name])
@@ -207,13 +201,6 @@ def _settings(job: Job) -> list[str]:
     ]
 
 
-def trained_names() -> list[str]:
-    """Rewards that the quickstart trains on."""
-    from g2rpo_ray.config import load_config
-
-    return list(load_config(ROOT / "configs" / "quickstart.yaml").trained_rewards)
-
-
 def run_all(jobs: Sequence[Job], processes: int, keep: Path | None = None) -> list[Result]:
     """Run jobs side by side, each in a fresh process: DeepSpeed knows one group a process.
 
@@ -224,8 +211,7 @@ def run_all(jobs: Sequence[Job], processes: int, keep: Path | None = None) -> li
     with context.Pool(processes, maxtasksperchild=1) as pool:
         for result in pool.imap_unordered(train, jobs, chunksize=1):
             results.append(result)
-            if keep is not None:
-                keep.write_text(json.dumps({"runs": [asdict(r) for r in results]}, indent=1))
+            measuring.write_json(keep, {"runs": [asdict(r) for r in results]})
     return sorted(results, key=lambda result: jobs.index(result.job))
 
 
@@ -250,7 +236,7 @@ def tune(
 
 def _trained_gain(result: Result) -> float:
     # The mean of the last half of a run: single measurements are noisy.
-    names = trained_names()
+    names = measuring.quickstart([]).trained_rewards
     late = result.points[-(len(result.points) // 2) :]
     start = result.points[0].rewards
     return fmean(point.rewards[n] - start[n] for point in late for n in names)
@@ -381,12 +367,6 @@ def _line(job: Job, point: Point) -> str:
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
@@ -420,9 +400,9 @@ def main() -> int:
         row="",
         seed=0,
         learning_rate=0.0,
-        max_iterations=1,
-        max_evaluations=options.tuning_evaluations,
-        max_s=0.0,
+        max_iterations=options.iterations,
+        max_evaluations=options.evaluations,
+        max_s=options.seconds,
         every=options.every,
         overrides=[f"evaluation.prompts={options.heldout}"],
     )
@@ -430,18 +410,13 @@ def main() -> int:
     if options.tuning is not None and options.tuning.exists():
         rates = json.loads(options.tuning.read_text())
     elif options.tuning is not None:
-        rates = tune(options.rows, options.learning_rates, template, options.processes)
-        options.tuning.write_text(json.dumps(rates, indent=1))
-    jobs = [
-        replace(
-            template,
-            row=row,
-            learning_rate=rates[row],
-            seed=seed,
-            max_iterations=options.iterations,
-            max_evaluations=options.evaluations,
-            max_s=options.seconds,
+        tuning = replace(
+            template, max_iterations=1, max_evaluations=options.tuning_evaluations, max_s=0.0
         )
+        rates = tune(options.rows, options.learning_rates, tuning, options.processes)
+        measuring.write_json(options.tuning, rates)
+    jobs = [
+        replace(template, row=row, learning_rate=rates[row], seed=seed)
         for row in options.rows
         for seed in options.seeds
     ]
@@ -485,8 +460,7 @@ def main() -> int:
     text = "\n".join(markdown_tables(report))
     print(text)
     print(f"max |Δlog p| before the first update: {report['first_max_abs_log_ratio']}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+    measuring.write_json(options.json, report)
     if options.plot:
         plot(results, options.plot)
     if options.markdown:

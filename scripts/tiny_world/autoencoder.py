@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from tiny_world.pictures import PictureSource, to_network, to_pictures
-from tiny_world.support import Progress, half_precision, save_half
+from tiny_world.support import fit, half_precision, save_half
 
 SCALING, SHIFT = 0.3611, 0.1159  # FLUX.1's: (latent - SHIFT) * SCALING has about unit variance
 
@@ -65,8 +65,8 @@ def train_autoencoder(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, effort.learning_rate, total_steps=effort.steps, pct_start=0.05
     )
-    progress = Progress("vae", effort.steps)
-    for step in range(effort.steps):
+
+    def batch_loss() -> Tensor:
         values = to_network(source.draw(source.captions(effort.batch)))
         with half_precision(device):
             posterior = vae.encode(values).latent_dist
@@ -77,11 +77,7 @@ def train_autoencoder(
         spread, centre = torch.std_mean(mean, dim=(0, 2, 3))
         statistics = (centre**2 + (spread - 1) ** 2).mean()
         error = F.mse_loss(decoded, values) + 0.2 * F.l1_loss(decoded, values)
-        loss = error + 3e-5 * kl + 0.01 * statistics
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        progress.show(step, loss)
+        return error + 3e-5 * kl + 0.01 * statistics
+
+    fit("vae", vae, optimizer, schedule, effort.steps, batch_loss)
     save_half(vae, folder)

@@ -16,7 +16,7 @@ from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
 from tiny_world.flux import CaptionTokens, TinyFlux, finish, generate
 from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
-from tiny_world.support import Progress
+from tiny_world.support import fit
 from tiny_world.vocabulary import CLIP_LENGTH, clip_tokenizer
 
 CLIP_WEIGHTS = "open_clip_model.safetensors"
@@ -246,17 +246,12 @@ def _fit(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, effort.learning_rate, total_steps=effort.steps, pct_start=0.1
     )
-    progress = Progress(name, effort.steps)
-    for step in range(effort.steps):
-        loss = batch_loss()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+
+    def at_most_100(_step: int) -> None:
         with torch.no_grad():
-            model.logit_scale.clamp_(max=4.6)  # at most 100, as CLIP does
-        progress.show(step, loss)
+            model.logit_scale.clamp_(max=4.6)  # the logarithm of CLIP's own limit
+
+    fit(name, model, optimizer, schedule, effort.steps, batch_loss, at_most_100)
 
 
 def train_clip(
