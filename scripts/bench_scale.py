@@ -16,7 +16,6 @@ overrides any setting. Every stage has a time limit, and the file is written aft
 import argparse
 import faulthandler
 import json
-import os
 import shutil
 import signal
 import sys
@@ -99,9 +98,8 @@ class Results:
         print(f"{name} (at most {limit_s:g} s):")
         found: dict[str, Any] = {}
         started_s = time.perf_counter()
-        end = threading.Timer(limit_s + GRACE_S, _give_up, [name])
-        end.daemon = True
-        end.start()
+        # Where the exception cannot be raised, the process ends.
+        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True)
         signal.signal(signal.SIGALRM, partial(_raise_timeout, name, limit_s))
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
@@ -111,30 +109,23 @@ class Results:
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            end.cancel()
+            faulthandler.cancel_dump_traceback_later()
             found["wall_s"] = round(time.perf_counter() - started_s, 3)
             self.content["stages"][name] = found
             measuring.write_json(self.path, self.content)
             for key, value in found.items():
-                lines = "\n    ".join(["", *value]) if key.startswith("profile") else None
-                print(f"  {key}: {lines or json.dumps(value)}")
+                print(f"  {key}: {json.dumps(value)}")
 
 
 def _raise_timeout(name: str, limit_s: float, *_: object) -> None:
     raise StageTimeoutError(f"{name} took longer than {limit_s:g} s")
 
 
-def _give_up(name: str) -> None:
-    print(f"{name}: does not end; the process does")
-    faulthandler.dump_traceback()
-    os._exit(3)
-
-
 class Bench:
     """The stages of one setup."""
 
-    def __init__(self, config: Config, results: Results, stages: list[str], profile: bool) -> None:
-        self.config, self.results, self.stages, self.profile = config, results, stages, profile
+    def __init__(self, config: Config, results: Results, stages: list[str]) -> None:
+        self.config, self.results, self.stages = config, results, stages
         self.size = policy_size(config)
         name = learner_pass_name(config.model.lora is not None, config.model.gradient_checkpointing)
         self.pass_tflop = LEARNER_FORWARDS[name] * self.size.evaluation.tflop
@@ -177,7 +168,7 @@ class Bench:
         for batch in (1, 4):
             with self.results.stage(f"learner pass, batch {batch}", 150) as found:
                 ranks = roles.learner.ranks
-                calls = [r.__ray_call__.remote(_time_passes, batch, self.profile) for r in ranks]
+                calls = [r.__ray_call__.remote(_time_passes, batch) for r in ranks]
                 answers = ray.get(calls)
                 found |= answers[0]
                 seconds = median(answers[0]["pass_s"])
@@ -309,7 +300,7 @@ def _memory(_role: object) -> dict[str, float]:
     return {key: round(value, 2) for key, value in found.items()}
 
 
-def _time_passes(learner: Learner, batch: int, profile: bool) -> dict[str, Any]:
+def _time_passes(learner: Learner, batch: int) -> dict[str, Any]:
     """Runs inside a learner rank."""
     engine, device = learner.engine, learner.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -330,16 +321,6 @@ def _time_passes(learner: Learner, batch: int, profile: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"matrix": round(2e-12 * side**3 / matrix_s, 2)}
     found["evaluation_s"] = seconds(torch.no_grad()(predict))
     found["pass_s"] = seconds(differentiate)
-    if profile:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
-            differentiate()
-        averages = profiler.key_averages()
-        orders = ("self_cpu_time_total", "self_device_time_total")
-        for order in orders[: len(activities)]:
-            found[f"profile by {order}"] = averages.table(sort_by=order, row_limit=20).splitlines()
     # Ends the accumulation; a run steps after its last pass, too.
     differentiate(last=True)
     found["step_s"] = measuring.timed(engine.step)[0]
@@ -372,7 +353,6 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="the quickstart's size, on CPUs")
     parser.add_argument("--heads", type=int, help="attention heads: a wider network")
     parser.add_argument("--stages", default=STAGES, help=f"some of {STAGES}, in any order")
-    parser.add_argument("--profile", action="store_true", help="what a learner pass is made of")
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints (a temporary one)")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args()
@@ -383,7 +363,7 @@ def main() -> int:
         results = Results(options.json, options.setup, overrides)
         results.content |= {"torch": torch.__version__, "card": measuring.card_name()}
         try:
-            Bench(config, results, options.stages.split(","), options.profile).run()
+            Bench(config, results, options.stages.split(",")).run()
         except Exception as error:  # noqa: BLE001  (a stage's failure is a result, too)
             print(f"failed: {type(error).__name__}: {error}")
             return 1

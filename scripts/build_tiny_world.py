@@ -3,10 +3,11 @@
 
     python scripts/build_tiny_world.py --out g2rpo_ray/tiny_world/assets --seed 0 --device cuda
 
-takes a few minutes on one H100 and hours on a CPU, so the assets are shipped. The stages build on
-each other's files, so one stage can be repeated with `--only`; `--quick` runs a few steps of each
-to show that everything works. The weaker FLUX that the HPS stage needs is kept beside DIR in
-DIR_work and is not part of the assets.
+takes a few minutes on one H100 and hours on a CPU, so the assets are shipped. Architectures are
+read from the shipped files; weights are trained from nothing. The stages build on each other's
+files, so one stage can be repeated with `--only`; `--quick` runs a few steps of each to show that
+everything works. The weaker FLUX that the HPS stage needs is kept beside DIR in DIR_work and is not
+part of the assets.
 """
 
 import argparse

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 import measuring
+from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerEngine
 from g2rpo_ray.learner.update import Assignment, update_on_groups
 from g2rpo_ray.models.flux import load_policy
@@ -100,8 +101,7 @@ class Result:
 def train(job: Job) -> Result:
     """Run one job in this process, until all of its budgets are spent."""
     config = measuring.quickstart(_settings(job))
-    scorers = {n: make_scorer(r.kind, r.options, "cpu") for n, r in config.rewards.items()}
-    worker = RolloutWorker(config, LocalScoring(scorers))
+    worker = local_worker(config)
     measuring.join_alone()
     engine = LearnerEngine(load_policy(config), config.learner)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
@@ -149,6 +149,12 @@ def train(job: Job) -> Result:
             points.append(Point(iteration, evaluations, train_s, means))
             print(_line(job, points[-1]), flush=True)
     return Result(job, points, first_ratio)
+
+
+def local_worker(config: Config) -> RolloutWorker:
+    """A rollout worker with its scorers in this process."""
+    scorers = {n: make_scorer(r.kind, r.options, "cpu") for n, r in config.rewards.items()}
+    return RolloutWorker(config, LocalScoring(scorers))
 
 
 class LocalScoring:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from g2rpo_ray.tiny_world import assets_dir
 from tiny_world.pictures import PictureSource, to_network, to_pictures
 from tiny_world.support import fit, half_precision, save_half
 
@@ -19,24 +20,6 @@ class AutoencoderEffort:
     steps: int
     batch: int
     learning_rate: float = 2e-3
-
-
-def new_autoencoder() -> AutoencoderKL:
-    """AutoencoderKL with FLUX's form: factor 8, 16 latent channels, no quantisation layers."""
-    widths = (16, 16, 32, 48)
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * len(widths),
-        up_block_types=("UpDecoderBlock2D",) * len(widths),
-        block_out_channels=widths,
-        layers_per_block=1,
-        norm_num_groups=8,
-        latent_channels=16,
-        sample_size=64,
-        scaling_factor=SCALING,
-        shift_factor=SHIFT,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
 
 
 def encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
@@ -60,7 +43,9 @@ def train_autoencoder(
     """
     torch.manual_seed(seed)
     source = PictureSource(device, seed)
-    vae = new_autoencoder().to(device).train()
+    # FLUX's form: factor 8, 16 latent channels, no quantisation layers.
+    vae = AutoencoderKL.from_config(AutoencoderKL.load_config(assets_dir() / "flux" / "vae"))
+    vae = vae.to(device).train()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=effort.learning_rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, effort.learning_rate, total_steps=effort.steps, pct_start=0.05

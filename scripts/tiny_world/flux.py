@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from g2rpo_ray.maths.schedule import static_shift_schedule
+from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
 from tiny_world.pictures import PictureSource
@@ -41,50 +42,17 @@ class FluxEffort:
 
 
 class TinyFlux(nn.Module):
-    """The transformer and both text encoders, called with captions' token ids."""
+    """The transformer and both text encoders of the shipped sizes, called with token ids."""
 
     def __init__(self) -> None:
         super().__init__()
-        clip_tokens = clip_tokenizer(FLUX_PAD)
-        self.text_encoder = CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=len(clip_tokens),
-                hidden_size=64,
-                intermediate_size=256,
-                projection_dim=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                max_position_embeddings=clip_tokens.model_max_length,
-                bos_token_id=clip_tokens.bos_token_id,
-                eos_token_id=clip_tokens.eos_token_id,
-                pad_token_id=clip_tokens.pad_token_id,
-            )
-        )
-        self.text_encoder_2 = T5EncoderModel(
-            T5Config(
-                vocab_size=len(t5_tokenizer()),
-                d_model=64,
-                d_kv=16,
-                d_ff=128,
-                num_layers=2,
-                num_heads=4,
-                dropout_rate=0.0,
-                feed_forward_proj="gated-gelu",
-                is_encoder_decoder=False,
-                use_cache=False,
-            )
-        )
-        self.transformer = FluxTransformer2DModel(
-            in_channels=64,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=32,
-            num_attention_heads=4,
-            joint_attention_dim=64,
-            pooled_projection_dim=64,
-            guidance_embeds=True,
-            axes_dims_rope=(8, 12, 12),
-        )
+        folder = assets_dir() / "flux"
+        clip = CLIPTextConfig.from_pretrained(folder / "text_encoder")
+        self.text_encoder = CLIPTextModel(clip)
+        t5 = T5Config.from_pretrained(folder / "text_encoder_2")
+        self.text_encoder_2 = T5EncoderModel(t5)
+        flux = FluxTransformer2DModel.load_config(folder / "transformer")
+        self.transformer = FluxTransformer2DModel.from_config(flux)
 
     def embed(self, tokens: "CaptionTokens") -> tuple[Tensor, Tensor]:
         """T5 states [B, 10, 64] and CLIP's pooled state [B, 64]."""

@@ -17,7 +17,7 @@ from g2rpo_ray.rewards.scorers.image_reward import build_model, rate
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
 from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
-from tiny_world.rewards import OPEN_CLIP_PAD, open_clip_config
+from tiny_world.rewards import OPEN_CLIP_CONFIG, OPEN_CLIP_PAD
 from tiny_world.support import fit
 from tiny_world.vocabulary import caption_words, clip_tokenizer
 
@@ -66,7 +66,7 @@ _BLIP_NAMES = [
 
 def to_transformers(state: Mapping[str, Tensor]) -> CLIPModel:
     """A CLIPModel with the weights of one of the tiny world's open_clip models."""
-    sizes: Any = open_clip_config()["model_cfg"]
+    sizes = json.loads(OPEN_CLIP_CONFIG)["model_cfg"]
     vision, text = sizes["vision_cfg"], sizes["text_cfg"]
     config = CLIPConfig(
         text_config=_tower(text, text["heads"])
