@@ -20,7 +20,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -361,10 +361,6 @@ def plot(results: Sequence[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
 def _line(job: Job, point: Point) -> str:
     rewards = "  ".join(f"{name} {value:.3f}" for name, value in point.rewards.items())
     return (
@@ -385,9 +381,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-4])
     parser.add_argument("--tuning", type=Path, help="file of each row's learning rate")
     parser.add_argument("--tuning-evaluations", type=int, default=22_000, help="budget of tuning")
-    parser.add_argument(
-        "--runs", type=Path, help="train nothing: tables and plot of an earlier --json"
-    )
+    parser.add_argument("--runs", type=Path, help="an earlier --json to show; nothing is trained")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
@@ -412,15 +406,7 @@ def main() -> int:
         every=options.every,
         overrides=[f"evaluation.prompts={options.heldout}"],
     )
-    rates = dict.fromkeys(options.rows, options.learning_rates[0])
-    if options.tuning is not None and options.tuning.exists():
-        rates = json.loads(options.tuning.read_text())
-    elif options.tuning is not None:
-        tuning = replace(
-            template, max_iterations=1, max_evaluations=options.tuning_evaluations, max_s=0.0
-        )
-        rates = tune(options.rows, options.learning_rates, tuning, options.processes)
-        measuring.write_json(options.tuning, rates)
+    rates = learning_rates(options, template)
     jobs = [
         replace(template, row=row, learning_rate=rates[row], seed=seed)
         for row in options.rows
@@ -429,10 +415,43 @@ def main() -> int:
     if not jobs:
         return 0
     if options.runs:
-        stored = json.loads(options.runs.read_text())["runs"]
-        results = [Result.from_dict(tree) for tree in stored]
+        results = [Result.from_dict(run) for run in json.loads(options.runs.read_text())["runs"]]
     else:
         results = run_all(jobs, options.processes, options.json)
+    try:
+        report = make_report(results, options)
+    except ValueError as error:
+        print(f"no tables: {error}; give a larger budget, or a smaller --every", file=sys.stderr)
+        return 2
+    text = "\n".join(markdown_tables(report))
+    print(text)
+    print(f"max |Δlog p| before the first update: {report['first_max_abs_log_ratio']}")
+    measuring.write_json(options.json, report)
+    if options.plot:
+        plot(results, options.plot)
+    if options.markdown:
+        options.markdown.write_text(text)
+    return 0
+
+
+def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, float]:
+    """Of each row; where they are to be tuned, from the file, which is written if need be."""
+    if options.tuning is None:
+        return dict.fromkeys(options.rows, options.learning_rates[0])
+    if not options.tuning.exists():
+        spent = {"max_iterations": 1, "max_evaluations": options.tuning_evaluations, "max_s": 0.0}
+        job = replace(template, **spent)
+        rates = tune(options.rows, options.learning_rates, job, options.processes)
+        measuring.write_json(options.tuning, rates)
+    return dict(json.loads(options.tuning.read_text()))
+
+
+def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[str, Any]:
+    """What was measured, with a table for each budget.
+
+    Raises:
+        ValueError: a run was not measured where a table is to be read.
+    """
     asked = {
         "iteration": options.iterations,
         "evaluations": options.evaluations,
@@ -443,12 +462,11 @@ def main() -> int:
         budget: min(limit, *(getattr(result.points[-1], budget) for result in results))
         for budget, limit in asked.items()
     }
-    try:
-        tables = {budget: table(results, budget, limit) for budget, limit in budgets.items()}
-    except ValueError as error:
-        print(f"no tables: {error}; give a larger budget, or a smaller --every", file=sys.stderr)
-        return 2
-    report = {
+    ratios: dict[str, list[float]] = {row: [] for row in options.rows}
+    for result in results:
+        if result.first_max_abs_log_ratio is not None and result.job.row in ratios:
+            ratios[result.job.row].append(result.first_max_abs_log_ratio)
+    return {
         "machine": {"cpu_count": os.cpu_count(), "python": platform.python_version()},
         "command": " ".join(sys.argv),
         "budgets": budgets,
@@ -456,22 +474,10 @@ def main() -> int:
             name: fmean(result.points[0].rewards[name] for result in results)
             for name in results[0].points[0].rewards
         },
-        "first_max_abs_log_ratio": {
-            row: _largest(r.first_max_abs_log_ratio for r in results if r.job.row == row)
-            for row in options.rows
-        },
-        "tables": tables,
+        "first_max_abs_log_ratio": {row: max(found, default=None) for row, found in ratios.items()},
+        "tables": {budget: table(results, budget, limit) for budget, limit in budgets.items()},
         "runs": [asdict(result) for result in results],
     }
-    text = "\n".join(markdown_tables(report))
-    print(text)
-    print(f"max |Δlog p| before the first update: {report['first_max_abs_log_ratio']}")
-    measuring.write_json(options.json, report)
-    if options.plot:
-        plot(results, options.plot)
-    if options.markdown:
-        options.markdown.write_text(text)
-    return 0
 
 
 if __name__ == "__main__":
