@@ -20,10 +20,11 @@ test: $(VENV)/.installed-dev lint  ## lint, type-check and run the tests of CI (
 test-long: $(VENV)/.installed-dev  ## whole clusters and more whole runs: Slurm, raylets, Prometheus (half an hour)
 	$(BIN)/pytest -m long $(ARGS)
 
-lint: $(VENV)/.installed-dev  ## ruff (lint and format) and mypy
+lint: $(VENV)/.installed-dev  ## ruff (lint and format), mypy, and the order of the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/.installed-dev  ## format the code
 	$(BIN)/ruff check --fix .
