@@ -1,5 +1,6 @@
 """The rooms of the package: their order, their one line each, and that the order is enforced."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,10 +17,12 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()",
          "--no-cache"],
-        cwd=root, env={"PYTHONPATH": str(root), "COLUMNS": "300"}, capture_output=True, text=True,
+        cwd=root, env=os.environ | {"PYTHONPATH": path, "COLUMNS": "300"}, capture_output=True,
+        text=True,
     )  # fmt: skip
 
 
