@@ -15,12 +15,13 @@ from ray.job_config import JobConfig
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from g2rpo_ray.config import ClusterSection, Config
+from g2rpo_ray.device import HIDE_CARDS
 from g2rpo_ray.errors import InputError
 from g2rpo_ray.secrets import looks_secret
 
 # Workers get only these and `cluster.environment`: a whole environment in runtime_env breaks Ray's
 # agent, and Ray shows runtime environments in its dashboard and logs.
-WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | HIDE_CARDS
 
 FIRST_LINE_S, WAIT_LINE_S = 5.0, 30.0
 """A line says what is waited for after so long, and then this often."""
@@ -341,7 +342,7 @@ def worker_environment(allowed: Sequence[str]) -> dict[str, str]:
                 "what it passes on in its dashboard and logs. Set it in the nodes' own environment "
                 "(Kubernetes secret, Slurm's job environment) instead"
             )
-    return WORKER_ENVIRONMENT | passed
+    return WORKER_ENVIRONMENT | passed | HIDE_CARDS
 
 
 def wait_for_nodes(config: Config, note: Note) -> None:

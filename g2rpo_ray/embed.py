@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from g2rpo_ray.cluster import Demand, living_nodes, ray_cluster, shortage
 from g2rpo_ray.config import Config, check_gpus, resolve_path
+from g2rpo_ray.device import describe_device
 from g2rpo_ray.errors import InputError, RunError
 from g2rpo_ray.models.loading import DTYPES, check_model_folder
 from g2rpo_ray.prompts.embeddings import (
@@ -78,6 +79,8 @@ def embed(
     texts = read_prompts(resolve_path(source), longest, config.prompts.key)
     selected = select(texts, selection)
     print(_describe(source, len(texts), selected), flush=True)
+    device = describe_device(options.gpus_per_worker, "--gpus-per-worker")
+    print(f"encoding on: {device}", flush=True)
     encoder = encoder_fingerprint(config.model)
     shards = _cut(selected.prompts, options.shard_size)
     finished = _open(folder, _plan(config, encoder, selected.prompts, options))
@@ -146,13 +149,11 @@ def _shard_rows(
     rows = [{"shard": number, "texts": texts} for number, texts in shards.items()]
     encoded = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         ShardEncoder,
-        fn_constructor_args=(
-            config, folder.absolute(), "cuda" if options.gpus_per_worker else "cpu",
-        ),
+        fn_constructor_args=(config, folder.absolute(), options.gpus_per_worker),
         compute=ray.data.ActorPoolStrategy(size=min(options.workers, len(rows))),
         num_cpus=options.cpus_per_worker,
         num_gpus=options.gpus_per_worker,
-    )  # fmt: skip
+    )
     try:
         for row in encoded.iter_rows():
             yield row | {"checksums": [str(checksum) for checksum in row["checksums"]]}

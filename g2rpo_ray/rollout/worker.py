@@ -12,7 +12,7 @@ from torch import Tensor
 
 from g2rpo_ray.algorithm import noise
 from g2rpo_ray.config import Config
-from g2rpo_ray.device import role_device
+from g2rpo_ray.device import keep_to_share, role_device
 from g2rpo_ray.logs import log_as, log_context
 from g2rpo_ray.models.embeds import PromptEmbeds
 from g2rpo_ray.models.weights import (
@@ -77,7 +77,9 @@ class RolloutWorker:
         log_as("rollout", rank)
         torch.set_num_threads(config.rollout.threads)
         self.config, self.scoring = config, scoring
-        self.device = role_device(config.rollout.gpus_per_worker)
+        gpus = config.rollout.gpus_per_worker
+        self.device = role_device(gpus, "rollout.gpus_per_worker")
+        keep_to_share(gpus)
         self.engine = RolloutEngine(config, self.device)
         self.policy = self.engine.policy
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="pictures")
