@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
-from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor, nn
 
@@ -50,7 +50,7 @@ def join_process_group(
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
     )
-    if device.type == "cpu":
+    if device.type == "cpu" and get_accelerator().device_name() != "cpu":
         # At import DeepSpeed took a card that the process sees, also one that is not the rank's.
         set_accelerator(CPU_Accelerator())
     # DeepSpeed's shared-memory op for CPUs would need a C++ compiler on the machine; gloo does not.
