@@ -15,7 +15,7 @@ quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machi
 	$(BIN)/g2rpo train $(CONFIG) run_dir=$(RUN) $(ARGS)
 
 test: $(VENV)/.installed-dev lint  ## lint, type-check and run the tests of CI (ARGS='-k rollout' for some)
-	$(BIN)/pytest -m "not long" $(ARGS)
+	$(BIN)/pytest -m "not long and not gpu" $(ARGS)
 
 test-long: $(VENV)/.installed-dev  ## whole clusters and more whole runs: Slurm, raylets, Prometheus (half an hour)
 	$(BIN)/pytest -m long $(ARGS)

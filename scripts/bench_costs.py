@@ -259,7 +259,7 @@ class Bench:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
-            join_process_group(0, 1, "127.0.0.1", port, timeout_s=60)
+            join_process_group(0, 1, "127.0.0.1", port, 60, self.world.device)
         engine = LearnerEngine(policy, LearnerSection())
         return engine, partial(engine.backward, last=False)
 

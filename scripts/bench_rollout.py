@@ -155,7 +155,9 @@ class Results:
         size = policy_size(self.config)
         self.tflop_per_evaluation = size.evaluation.tflop
         self.content = {
-            "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "card": torch.cuda.get_device_name()
+            if device_of(self.config).type == "cuda"
+            else "CPU",
             "versions": {p: version(p) for p in ("torch", "ray", "diffusers", "open_clip_torch")},
             "settings": {
                 "picture": [self.config.sampling.height, self.config.sampling.width],
@@ -403,8 +405,8 @@ def now_s(device: torch.device) -> float:
 
 def median_s(run: Callable[[], object], repeats: int) -> float:
     """Median seconds of ``run`` after one call to warm up."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run()
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     times = []
     for _ in range(repeats):
         started_s = now_s(device)
@@ -414,7 +416,7 @@ def median_s(run: Callable[[], object], repeats: int) -> float:
 
 
 def peak_gib() -> float | None:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():
         return None
     return round(torch.cuda.max_memory_allocated() / GIB, 2)
 

@@ -106,7 +106,7 @@ def train(job: Job) -> Result:
     config = load_config(ROOT / "configs" / "quickstart.yaml", _settings(job))
     scorers = {n: make_scorer(r.kind, r.options, "cpu") for n, r in config.rewards.items()}
     worker = RolloutWorker(config, LocalScoring(scorers))
-    join_process_group(0, 1, "127.0.0.1", _free_port(), timeout_s=600)
+    join_process_group(0, 1, "127.0.0.1", _free_port(), 600, worker.device)
     engine = LearnerEngine(load_policy(config), config.learner)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
 
