@@ -1,4 +1,4 @@
-"""Starts each role with no GPU and says where it computes (``python -m tests.common.device.roles F``).
+"""Starts each role with no GPU and says where it computes: ``... -m tests.common.device.roles F``.
 
 Writes ``F/<role>.json``: what its process found, or the error that it ended with.
 """
