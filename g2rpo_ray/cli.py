@@ -88,7 +88,7 @@ def _export(options: argparse.Namespace) -> None:
         average=options.average,
         max_shard_size=options.max_shard_size,
     )
-    print(f"{form}, read back and compared: {options.to}")
+    print(f"{form}, made on the CPU, read back and compared: {options.to}")
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -190,7 +190,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train)
 
-    sample = commands.add_parser("sample", help="draw pictures with the weights of a run")
+    sample = commands.add_parser(
+        "sample",
+        help="draw pictures with the weights of a run",
+        description="Draw pictures in this process: on a GPU, or on the CPU if the run's "
+        "rollout.gpus_per_worker is 0. To choose, add rollout.gpus_per_worker=0 or =1.",
+    )
     _add_run(
         sample,
         "last|best|base|PATH",
@@ -208,7 +213,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     sample.set_defaults(run=_sample)
 
-    export = commands.add_parser("export", help="write a run's weights in diffusers' formats")
+    export = commands.add_parser(
+        "export",
+        help="write a run's weights in diffusers' formats",
+        description="Write a run's weights in diffusers' formats, always on the CPU.",
+    )
     _add_run(export, "last|best|PATH", "its best, or one checkpoint's folder")
     export.add_argument("--to", type=Path, required=True, help="new folder to write")
     export.add_argument(
@@ -225,7 +234,13 @@ def _parser() -> argparse.ArgumentParser:
             help="of a checkpoint: the weights' moving average (learner.ema_decay)",
         )
 
-    evaluate = commands.add_parser("evaluate", help="compare weights on held-out prompts")
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="compare weights on held-out prompts",
+        description="Compare weights on held-out prompts, by default with the run's own "
+        "rollout.gpus_per_worker, prompts.encoder_gpus and rewards.NAME.gpus_per_replica; 0 is the "
+        "CPU. To choose, add rollout.gpus_per_worker=0 and so on.",
+    )
     evaluate.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run with the settings")
     evaluate.add_argument(
         "--checkpoint",
@@ -275,7 +290,9 @@ def _parser() -> argparse.ArgumentParser:
     embed.add_argument("--limit", type=_count, metavar="N", help="keep N, evenly spaced")
     embed.add_argument("--workers", type=_count, default=1, metavar="N", help="encoders (1)")
     embed.add_argument("--cpus-per-worker", type=float, default=1.0, metavar="N", help="(1)")
-    embed.add_argument("--gpus-per-worker", type=float, default=0.0, metavar="N", help="(0)")
+    embed.add_argument(
+        "--gpus-per-worker", type=float, default=0.0, metavar="N", help="(0: on the CPU)"
+    )
     embed.add_argument("--shard-size", type=_count, default=64, metavar="N", help="prompts (64)")
     embed.set_defaults(run=_embed)
 

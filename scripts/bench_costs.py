@@ -243,7 +243,7 @@ class Bench:
         from g2rpo_ray.learner.engine import LearnerEngine
 
         if not torch.distributed.is_initialized():
-            measuring.join_alone()
+            measuring.join_alone(self.world.device)
         engine = LearnerEngine(policy, LearnerSection())
         return engine, partial(engine.backward, last=False)
 

@@ -108,7 +108,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         )
     on_cpu = f"cpu, {torch.get_num_threads()} threads"
     return {
-        "device": on_cpu if case.device.type == "cpu" else measuring.card_name(),
+        "device": on_cpu if case.device.type == "cpu" else measuring.card_name(case.device),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {
             "python": platform.python_version(),

@@ -130,7 +130,7 @@ class Results:
         size = policy_size(self.config)
         self.tflop_per_evaluation = size.evaluation.tflop
         self.content = {
-            "card": measuring.card_name(),
+            "card": measuring.card_name(device_of(self.config)),
             "versions": {p: version(p) for p in ("torch", "ray", "diffusers", "open_clip_torch")},
             "settings": {
                 "picture": [self.config.sampling.height, self.config.sampling.width],
@@ -199,7 +199,7 @@ def published_stage(results: Results, config: Config, sde_steps: list[int]) -> N
                 "measured_evaluations": published.evaluations,
                 "measured_images": published.images,
                 "peak_gib": round(torch.cuda.max_memory_allocated() / measuring.GIB, 2)
-                if torch.cuda.is_available()
+                if torch.cuda.is_initialized()
                 else None,
             },
         }

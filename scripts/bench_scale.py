@@ -361,7 +361,8 @@ def main() -> int:
         print("writing the model folder")
         config, overrides = make_config(options, Path(scratch))
         results = Results(options.json, options.setup, overrides)
-        results.content |= {"torch": torch.__version__, "card": measuring.card_name()}
+        card = measuring.card_name(torch.device("cpu" if options.tiny else "cuda"))
+        results.content |= {"torch": torch.__version__, "card": card}
         try:
             Bench(config, results, options.stages.split(",")).run()
         except Exception as error:  # noqa: BLE001  (a stage's failure is a result, too)

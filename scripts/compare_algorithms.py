@@ -102,7 +102,7 @@ def train(job: Job) -> Result:
     """Run one job in this process, until all of its budgets are spent."""
     config = measuring.quickstart(_settings(job))
     worker = local_worker(config)
-    measuring.join_alone()
+    measuring.join_alone(worker.device)
     engine = LearnerEngine(load_policy(config), config.learner)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
 

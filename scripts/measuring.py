@@ -97,7 +97,7 @@ def random_embeds(
     return PromptEmbeds(t5.to(dtype), pooled.to(dtype))
 
 
-def join_alone() -> None:
+def join_alone(device: torch.device) -> None:
     """A process group of this process alone, which a ``LearnerEngine`` needs."""
     # DeepSpeed asks for cards when it is imported: not in a process that is still to fork.
     from g2rpo_ray.learner.engine import join_process_group
@@ -105,7 +105,7 @@ def join_alone() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    join_process_group(0, 1, "127.0.0.1", port, timeout_s=600)
+    join_process_group(0, 1, "127.0.0.1", port, 600, device)
 
 
 def timed(run: Callable[[], T]) -> tuple[float, T]:
@@ -134,8 +134,8 @@ def matrix_s(side: int, dtype: torch.dtype, device: torch.device, repeats: int =
     return median_s(lambda: a @ b, repeats)
 
 
-def card_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+def card_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def show_lines() -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import Demand, living_nodes, shortage
+from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.formatting import format_seconds, format_size
 from g2rpo_ray.common.paths import resolve_path
@@ -76,6 +77,8 @@ def embed(
     texts = read_prompts(resolve_path(source), longest, config.prompts.key)
     selected = select(texts, selection)
     print(_describe(source, len(texts), selected), flush=True)
+    device = describe_device(options.gpus_per_worker, "--gpus-per-worker")
+    print(f"encoding on: {device}", flush=True)
     encoder = encoder_fingerprint(config.model)
     shards = _cut(selected.prompts, options.shard_size)
     finished = _open(folder, _plan(config, encoder, selected.prompts, options))
@@ -144,13 +147,11 @@ def _shard_rows(
     rows = [{"shard": number, "texts": texts} for number, texts in shards.items()]
     encoded = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         ShardEncoder,
-        fn_constructor_args=(
-            config, folder.absolute(), "cuda" if options.gpus_per_worker else "cpu",
-        ),
+        fn_constructor_args=(config, folder.absolute(), options.gpus_per_worker),
         compute=ray.data.ActorPoolStrategy(size=min(options.workers, len(rows))),
         num_cpus=options.cpus_per_worker,
         num_gpus=options.gpus_per_worker,
-    )  # fmt: skip
+    )
     try:
         for row in encoded.iter_rows():
             yield row | {"checksums": [str(checksum) for checksum in row["checksums"]]}

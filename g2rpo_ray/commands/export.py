@@ -40,7 +40,7 @@ def export(
     average: bool = False,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> Form:
-    """Write ``folder``, which must not be there yet: whole or not at all.
+    """Write ``folder``, which must not be there yet: whole or not at all; always on the CPU.
 
     A LoRA run gives its adapter (``pytorch_lora_weights.safetensors``), or with ``merge`` the
     whole transformer; full fine-tuning gives the transformer (``config.json``,

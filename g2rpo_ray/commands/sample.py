@@ -1,5 +1,6 @@
 """Drawing pictures with trained or published weights, in this process, without Ray."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo_ray.common.device import describe_device, role_device
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import read_weights
@@ -40,7 +42,9 @@ def sample(
     trained_steps: int | None = None,
     average: bool = False,
 ) -> list[Path]:
-    """Draw by ODE with ``evaluation.steps`` and save PNG files.
+    """Draw by ODE with ``evaluation.steps`` and save PNG files, where the run's workers draw.
+
+    That is on a card, or with ``rollout.gpus_per_worker`` 0 on the CPU.
 
     Args:
         checkpoint: ``last``, ``best``, ``base``, the folder of a checkpoint, an exported adapter
@@ -57,6 +61,7 @@ def sample(
     Raises:
         SampleError: ``trained_steps`` is not among the steps, ``folder`` cannot be written, or
             latents are not finite.
+        DeviceError: a card is asked for, and there is none.
         ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
             be used.
     """
@@ -68,7 +73,10 @@ def sample(
         )
     check_model_folder(config.model)
     _make_writable(folder)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus, setting = config.rollout.gpus_per_worker, "rollout.gpus_per_worker"
+    device = role_device(gpus, setting)
+    # Beside the paths, which scripts read.
+    print(f"drawing on: {describe_device(gpus, setting)}", file=sys.stderr, flush=True)
     source = load_source(config, checkpoint, average)
     policy = source.policy.to(device)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length, str(device))

@@ -142,17 +142,22 @@ class Config(Section):
         return "nccl" if own_cards and self.model.lora is None else "object_store"
 
     def _check_transport(self) -> None:
+        if self.weight_sync.transport != "nccl":
+            return
         shares = {
             "rollout.gpus_per_worker": self.rollout.gpus_per_worker,
             "learner.gpus_per_rank": self.learner.gpus_per_rank,
         }
-        if self.weight_sync.transport == "nccl" and any(
-            0 < share <= LARGEST_SHARED for share in shares.values()
-        ):
-            values = " and ".join(f"{key} is {share:g}" for key, share in shares.items())
+        values = " and ".join(f"{key} is {share:g}" for key, share in shares.items())
+        if any(0 < share <= LARGEST_SHARED for share in shares.values()):
             raise ValueError(
                 f"weight_sync.transport is nccl, {values}: NCCL takes no two members on one card; "
                 "use transport: object_store, or more than half a GPU for every worker and rank"
+            )
+        if min(shares.values()) == 0 < max(shares.values()):
+            raise ValueError(
+                f"weight_sync.transport is nccl, {values}: 0 is the CPU, and no process group "
+                "joins a CPU with cards; use transport: object_store, or cards for both or neither"
             )
 
     def _check_steps(self) -> None:

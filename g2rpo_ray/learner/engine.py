@@ -7,13 +7,15 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
-# Read by deepspeed at import: without a CUDA card it must not look for one.
 import torch
 
+# Read by deepspeed at import: without a CUDA card it must not look for one.
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor, nn
 
 from g2rpo_ray.common.errors import RunError
@@ -30,9 +32,13 @@ class LearnerError(RunError):
 
 
 def join_process_group(
-    rank: int, world_size: int, address: str, port: int, timeout_s: float
+    rank: int, world_size: int, address: str, port: int, timeout_s: float, device: torch.device
 ) -> None:
-    """Enter the learner's process group: NCCL where every rank has a card, else gloo."""
+    """Enter the learner's process group: NCCL where every rank has a card, else gloo.
+
+    Args:
+        device: this rank's; all ranks have the same kind.
+    """
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK="0",
@@ -40,19 +46,22 @@ def join_process_group(
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
     )
+    if device.type == "cpu" and get_accelerator().device_name() != "cpu":
+        # At import DeepSpeed took a card that the process sees, also one that is not the rank's.
+        set_accelerator(CPU_Accelerator())
     # DeepSpeed's shared-memory op for CPUs would need a C++ compiler on the machine; gloo does not.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
-        dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+        dist_backend="nccl" if device.type == "cuda" else "gloo",
         auto_mpi_discovery=False,
         verbose=False,
         timeout=timedelta(seconds=timeout_s),
     )
 
 
-def _zero_config(settings: LearnerSection) -> dict[str, Any]:
+def _zero_config(settings: LearnerSection, device: torch.device) -> dict[str, Any]:
     config: dict[str, Any] = {"stage": settings.zero_stage}
-    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
     if settings.offload_optimizer:
         config["offload_optimizer"] = host
     if settings.offload_parameters:
@@ -119,7 +128,8 @@ class LearnerEngine:
             weight_decay=settings.weight_decay,
             fused=settings.offload_optimizer or None,
         )
-        dtype = next(policy.parameters()).dtype
+        first = next(policy.parameters())
+        dtype, device = first.dtype, first.device
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=policy,
             optimizer=optimizer,
@@ -128,7 +138,7 @@ class LearnerEngine:
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": 1,
                 "gradient_clipping": settings.max_grad_norm,
-                "zero_optimization": _zero_config(settings),
+                "zero_optimization": _zero_config(settings, device),
                 "zero_allow_untested_optimizer": True,
                 # DeepSpeed's own CPU optimizer would need a C++ compiler on every machine.
                 "zero_force_ds_cpu_optimizer": False,

@@ -27,7 +27,7 @@ class RewardSection(Section):
     cpus_per_replica: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for a replica."""
     gpus_per_replica: Gpus = 0.0
-    """GPUs (or a fraction) that Ray reserves for a replica."""
+    """GPUs (or a fraction) that Ray reserves for a replica; 0 computes on the CPU."""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
     ``in(x, y)``."""

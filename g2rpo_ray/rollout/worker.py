@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.algorithms import make_strategy
-from g2rpo_ray.cluster.device import role_device
+from g2rpo_ray.common.device import keep_to_share, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
@@ -77,7 +77,9 @@ class RolloutWorker:
         log_as("rollout", rank)
         torch.set_num_threads(config.rollout.threads)
         self.config, self.scoring = config, scoring
-        self.device = role_device(config.rollout.gpus_per_worker)
+        gpus = config.rollout.gpus_per_worker
+        self.device = role_device(gpus, "rollout.gpus_per_worker")
+        keep_to_share(gpus)
         self.engine = RolloutEngine(config, self.device)
         self.policy = self.engine.policy
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="pictures")

@@ -106,6 +106,9 @@ def test_workers_get_only_what_the_list_lets_through(monkeypatch: pytest.MonkeyP
     assert passed.keys() - {"NCCL_DEBUG"} == connect.WORKER_ENVIRONMENT.keys() | {
         name for name in passed if name.startswith("NCCL_")
     } - {"NCCL_DEBUG"}
+    # What a user's own shell says of hidden cards is no setting of the run.
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    assert worker_environment(["RAY_ACCEL*"])["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] == "1"
     with pytest.raises(
         ClusterError, match=r"HF_TOKEN through, which looks like a secret"
     ) as caught:
