@@ -95,9 +95,8 @@ class World:
     learners: dict[int | None, dict[bool, tuple[int, ...]]]
     """LoRA rank (none: all weights) -> gradient checkpointing -> batches."""
     matrix_side: int
-    optimizer_parameters: int
-    transfer_parameters: int
-    """About so many of the policy's parameters are moved to time the weights' way."""
+    parameters: int
+    """The optimizer's, and about so many of the policy's to time the weights' way."""
     scorers: dict[str, dict[str, Any] | None]
     """Kind -> its options; without, one of true size with random weights."""
     repeats: int
@@ -122,8 +121,7 @@ def true_size() -> World:
         # All weights first: DeepSpeed keeps a model alive after its stage.
         learners={None: {True: (1, 4)}, 64: {True: (1, 4), False: (1,)}},
         matrix_side=8192,
-        optimizer_parameters=10**9,
-        transfer_parameters=10**9,
+        parameters=10**9,
         scorers=dict.fromkeys(("hps", "clip"), None),
         repeats=5,
     )
@@ -146,8 +144,7 @@ def tiny_size() -> World:
         score_batches=(request // 2, request),
         learners={None: {False: (1, 8)}},
         matrix_side=1024,
-        optimizer_parameters=10**6,
-        transfer_parameters=10**6,
+        parameters=10**6,
         scorers={kind: config.rewards[kind].options for kind in ("hps", "clip")},
         repeats=15,
     )
@@ -249,7 +246,7 @@ class Bench:
 
     def optimizer(self) -> Iterator[Found]:
         """One AdamW step over fp32 weights, as a learner rank makes it on its shard."""
-        weights = torch.zeros(self.world.optimizer_parameters, device=self.world.device)
+        weights = torch.zeros(self.world.parameters, device=self.world.device)
         weights.requires_grad_(True).grad = torch.randn_like(weights)
         optimizer = torch.optim.AdamW([weights], lr=1e-6)
         optimizer.step()
@@ -264,7 +261,7 @@ class Bench:
         """Weights from the learner's device through Ray's serialisation to another model's."""
         source = dict(trainable_parameters(self.policy().requires_grad_(True)))
         part: dict[str, Tensor] = {}
-        while sum(p.numel() for p in part.values()) < self.world.transfer_parameters and source:
+        while sum(p.numel() for p in part.values()) < self.world.parameters and source:
             name, parameter = source.popitem()
             part[name] = parameter.detach()
 

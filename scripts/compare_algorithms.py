@@ -19,9 +19,9 @@ import multiprocessing
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -100,55 +100,67 @@ class Result:
 
 def train(job: Job) -> Result:
     """Run one job in this process, until all of its budgets are spent."""
-    config = measuring.quickstart(_settings(job))
-    worker = local_worker(config)
-    measuring.join_alone(worker.device)
-    engine = LearnerEngine(load_policy(config), config.learner)
-    encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
-
-    def prompt(number: int, text: str) -> Prompt:
-        return Prompt(number, text, encoder.encode(text))
-
-    texts, others = (
-        read_config_prompts(config, files)
-        for files in (config.prompts.train, config.prompts.heldout)
-    )
-    asked = evenly(list(enumerate(others)), config.evaluation.prompts)
-    heldout = [prompt(number, text) for number, text in asked]
-    per_iteration = config.sampling.prompts_per_iteration
-    order = PromptOrder(len(texts), config.seed, per_iteration)
-    points = [Point(0, 0, 0.0, _heldout_means(worker, heldout))]
+    training = Training(measuring.quickstart(_settings(job)))
+    points = [Point(0, 0, 0.0, training.heldout_means())]
     iteration = evaluations = 0
     train_s = first_ratio = 0.0
     while (
         iteration < job.max_iterations or evaluations < job.max_evaluations or train_s < job.max_s
     ):
-        started_s = time.perf_counter()
-        rollouts = [
-            worker.rollout(
-                prompt(number, texts[number]), iteration * per_iteration + slot, iteration
-            )
-            for slot, number in enumerate(order.batch(iteration))
+        seconds, (spent, ratio) = measuring.timed(partial(training.iterate, iteration))
+        iteration, evaluations, train_s = iteration + 1, evaluations + spent, train_s + seconds
+        first_ratio = max(first_ratio, ratio)
+        if iteration % job.every == 0:
+            points.append(Point(iteration, evaluations, train_s, training.heldout_means()))
+            print(_line(job, points[-1]), flush=True)
+    return Result(job, points, first_ratio)
+
+
+class Training:
+    """What a run's roles do, in one process."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.worker = config, local_worker(config)
+        measuring.join_alone(self.worker.device)
+        self.engine = LearnerEngine(load_policy(config), config.learner)
+        self.encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
+        self.texts = read_config_prompts(config, config.prompts.train)
+        self.order = PromptOrder(
+            len(self.texts), config.seed, config.sampling.prompts_per_iteration
+        )
+        heldout = list(enumerate(read_config_prompts(config, config.prompts.heldout)))
+        self.heldout = [self.prompt(*each) for each in evenly(heldout, config.evaluation.prompts)]
+
+    def prompt(self, number: int, text: str) -> Prompt:
+        return Prompt(number, text, self.encoder.encode(text))
+
+    def iterate(self, iteration: int) -> tuple[int, float]:
+        """Evaluations of the rollout, and the largest |Δlog p| before the first update."""
+        count = self.config.sampling.prompts_per_iteration
+        groups = [
+            self.worker.rollout(
+                self.prompt(number, self.texts[number]), iteration * count + slot, iteration
+            )[1]
+            for slot, number in enumerate(self.order.batch(iteration))
         ]
         report = update_on_groups(
-            engine,
-            [Assignment(group, 1.0) for _, group in rollouts],
-            config=config,
-            prompts=per_iteration,
+            self.engine,
+            [Assignment(group, 1.0) for group in groups],
+            config=self.config,
+            prompts=count,
             ranks=1,
             device=torch.device("cpu"),
         )
-        load_weights(worker.policy, engine.weights())
-        iteration += 1
-        evaluations += sum(group.evaluations for _, group in rollouts)
-        train_s += time.perf_counter() - started_s
+        load_weights(self.worker.policy, self.engine.weights())
         first = [r.health.max_abs_log_ratio for r in report.records if r.update == 0]
-        first_ratio = max(first_ratio, *first)
-        if iteration % job.every == 0:
-            means = _heldout_means(worker, heldout)
-            points.append(Point(iteration, evaluations, train_s, means))
-            print(_line(job, points[-1]), flush=True)
-    return Result(job, points, first_ratio)
+        return sum(group.evaluations for group in groups), max(first)
+
+    def heldout_means(self) -> dict[str, float]:
+        results = [self.worker.evaluate(prompt) for prompt in self.heldout]
+        return {
+            name: fmean(float(score) for result in results for score in result.scores[name])
+            for name in results[0].scores
+        }
 
 
 def local_worker(config: Config) -> RolloutWorker:
@@ -186,14 +198,6 @@ class LocalScores:
 
     def result(self) -> dict[str, Tensor]:
         return self.scores
-
-
-def _heldout_means(worker: RolloutWorker, heldout: Sequence[Prompt]) -> dict[str, float]:
-    results = [worker.evaluate(prompt) for prompt in heldout]
-    return {
-        name: fmean(float(score) for result in results for score in result.scores[name])
-        for name in results[0].scores
-    }
 
 
 def _settings(job: Job) -> list[str]:

@@ -260,6 +260,22 @@ class Soak:
             driver.start()
         return driver.iterations() > iteration
 
+    def report(self) -> dict[str, Any]:
+        """The faults, what they cost, and how often the driver died of them."""
+        recovery: dict[str, list[float]] = {}
+        for fault in sorted(self.faults, key=lambda fault: fault.kind):
+            recovery.setdefault(fault.kind, []).append(fault.recovery_s or 0.0)
+        return {
+            "faults": len(self.faults),
+            "faults_by_kind": {kind: len(seconds) for kind, seconds in recovery.items()},
+            "recovery_s": {
+                kind: {"median": round(median(seconds), 1), "max": round(max(seconds), 1)}
+                for kind, seconds in recovery.items()
+            },
+            "driver_deaths": sum(cause != "raylet_kill" for cause in self.driver_deaths),
+            "driver_deaths_after": dict(sorted(Counter(self.driver_deaths).items())),
+        }
+
 
 def wait_for(condition: Callable[[], bool], limit_s: float, what: str) -> None:
     deadline_s = time.monotonic() + limit_s
@@ -379,26 +395,15 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
     leaks["processes_after_shutdown"] = [str(process) for process in alive]
     new = shared_memory() - shared_before
     leaks["shared_memory"] = sorted(new - held_by_living(new))
-    expected = 2  # prompts an iteration x one SDE step
-    recovery: dict[str, list[float]] = {}
-    for fault in soak.faults:
-        recovery.setdefault(fault.kind, []).append(fault.recovery_s or 0.0)
     return {
-        "faults": len(soak.faults),
-        "faults_by_kind": dict(sorted(Counter(fault.kind for fault in soak.faults).items())),
+        **soak.report(),
         "checksum_equal": disturbed["weights_checksum"] == reference["weights_checksum"],
         "checksum": disturbed["weights_checksum"],
         "evaluations_equal": disturbed["evaluations"] == reference["evaluations"],
         "iterations": iterations,
-        **groups_of(driver.run_dir, iterations, expected),
-        "recovery_s": {
-            kind: {"median": round(median(seconds), 1), "max": round(max(seconds), 1)}
-            for kind, seconds in sorted(recovery.items())
-        },
+        **groups_of(driver.run_dir, iterations, expected=2),  # two prompts, one SDE step
         "sigterm": stopped,
         "driver_lives": driver.lives,
-        "driver_deaths": sum(cause != "raylet_kill" for cause in soak.driver_deaths),
-        "driver_deaths_after": dict(sorted(Counter(soak.driver_deaths).items())),
         "leaks": leaks,
         "leaked": sum(len(found) for found in leaks.values()),
         "disturbed_s": round(disturbed_s, 1),
