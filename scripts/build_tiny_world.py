@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+import measuring
 from g2rpo_ray.tiny_world.scene import split_captions
 from tiny_world.autoencoder import AutoencoderEffort, train_autoencoder
 from tiny_world.flux import FluxEffort, load_flux, load_weak_flux, train_flux
@@ -72,7 +73,7 @@ QUICK = Effort(
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    measuring.show_lines()
     device = torch.device(options.device)
     effort = QUICK if options.quick else FULL
     stages = options.only or STAGES
@@ -88,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         start = time.monotonic()
         figures |= _run_stage(stage, options, effort, device)
         if stage not in ("prompts", "measure"):
-            trained_on = f"{_device_name(device)} with torch {torch.__version__}"
+            trained_on = f"{measuring.card_name(device)} with torch {torch.__version__}"
         seconds[stage] = round(time.monotonic() - start, 1)
         print(f"{stage}: {seconds[stage]} s")
     for name, value in figures.items():
@@ -104,8 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     notes.write_text(json.dumps(result))
     if "measure" in stages:
         (options.out / "README.md").write_text(_readme(options, result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    measuring.write_json(options.json, result)
     total = sum(result["sizes_mb"].values())
     if total > SIZE_LIMIT_MB:
         sys.exit(f"{options.out} holds {total:.1f} MB; at most {SIZE_LIMIT_MB} MB may be shipped")
@@ -164,10 +164,6 @@ def _work(out: Path) -> Path:
     work = out.with_name(out.name + "_work")
     work.mkdir(parents=True, exist_ok=True)
     return work
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
 
 
 def _sizes_mb(out: Path) -> dict[str, float]:
