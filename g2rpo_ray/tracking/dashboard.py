@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from g2rpo_ray.tracking.names import known_name
@@ -68,14 +69,13 @@ PHASES = ("generate", "learn", "sync", "evaluate", "checkpoint")
 
 ROWS: dict[str, list[Panel]] = {
     "Run": [
-        Panel("Iteration", "none", [by_run("run/iteration"),
-                                    by_run("run/iterations", "{{run}}, the last")]),
+        Panel("Iteration", "none",
+              [by_run("run/iteration"), by_run("run/iterations", "{{run}}, the last")]),
         Panel("Age of the last record and checkpoint", "s",
               [(f'time() - {query("run/recorded_unix_s")}', "{{run}} record"),
                (f'time() - {query("run/checkpoint_unix_s")}', "{{run}} checkpoint")]),
         Panel("Numbers that were NaN or infinite", "none",
-              [by_run("run/not_finite"),
-               by_run("groups/dropped", "{{run}} groups dropped")]),
+              [by_run("run/not_finite"), by_run("groups/dropped", "{{run}} groups dropped")]),
     ],
     "Is it learning": [
         Panel("Reward, mean of the iteration", "none", [by_reward("reward/<name>/mean")]),
@@ -185,13 +185,8 @@ def _panel(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
         "gridPos": place,
         "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
         "targets": [
-            {
-                "refId": chr(ord("A") + n),
-                "datasource": SOURCE,
-                "expr": query,
-                "legendFormat": legend,
-            }
-            for n, (query, legend) in enumerate(panel.queries)
+            {"refId": letter, "datasource": SOURCE, "expr": expression, "legendFormat": legend}
+            for letter, (expression, legend) in zip(ascii_uppercase, panel.queries, strict=False)
         ],
     }
 

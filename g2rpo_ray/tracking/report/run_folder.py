@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from g2rpo_ray.tracking.metrics import TrackingError, read_metrics
+from g2rpo_ray.tracking.metrics import read_metrics
+from g2rpo_ray.tracking.names import TrackingError
 
 
 @dataclass(frozen=True)
