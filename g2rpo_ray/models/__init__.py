@@ -1,1 +1,1 @@
-"""What denoises, encodes and decodes: policy, loading, LoRA, kernels, weights and their sums."""
+"""What denoises, encodes and decodes: loading, the policy, LoRA, VAE, text; a folder a family."""
