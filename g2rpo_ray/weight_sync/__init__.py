@@ -1,4 +1,4 @@
-"""Weight sync: trained weights from the learner to every rollout worker, proven to have arrived."""
+"""New weights to every rollout worker, proven to have arrived; one file a transport."""
 
 from g2rpo_ray.weight_sync.base import Peer, SyncReport, WeightSync, WeightSyncError
 from g2rpo_ray.weight_sync.choice import make_weight_sync

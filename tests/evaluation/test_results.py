@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -147,6 +148,10 @@ def test_the_gallery_shows_every_picture_and_prompts_as_text(records: Records) -
     assert page.cards[0]["scores"]["10"]["mine"]["hps"] == pytest.approx(0.5)
     assert page.cards[1]["scores"]["10"]["mine (hybrid 0.6)"]["hps"] is None
     assert page.cards[0]["base"]["10"]["hps"] == pytest.approx(0.2)
+    # Prompts 3 and 9 became better than the base model's, prompt 7 worse.
+    assert re.findall(r'class="(up|down)">([\d.]+)', path.read_text()) == [
+        ("up", "0.5000"), ("up", "0.4000"), ("down", "0.3000"), ("up", "0.7000"),
+    ]  # fmt: skip
 
 
 def test_a_folder_goes_on_where_it_was_killed(records: Records) -> None:
