@@ -46,20 +46,17 @@ class TrainingLoop:
     """The steps of ``pipeline: sync``: every group is drawn with the weights of now."""
 
     def __init__(self, session: Session, roles: Roles) -> None:
-        self.session, self.roles = session, roles
-        self.config, self.stop = session.config, session.stop
+        config = session.config
+        self.session, self.roles, self.config, self.stop = session, roles, config, session.stop
         self.state = session.run.info
         """As the next checkpoint has it."""
         self.saved = self.state.iteration
         """Iteration of the last checkpoint."""
         self.heldout = HeldoutEvaluation(session, roles)
         self.activity = Activity(roles, self.heldout)
-        self.order = PromptOrder(
-            len(session.train_prompts),
-            self.config.seed,
-            self.config.sampling.prompts_per_iteration,
-        )
-        self.tflop = policy_size(self.config).evaluation.tflop
+        batch = config.sampling.prompts_per_iteration
+        self.order = PromptOrder(len(session.train_prompts), config.seed, batch)
+        self.tflop = policy_size(config).evaluation.tflop
         """Of one evaluation."""
         self.started_s = 0.0
         """When the iteration under way began."""
