@@ -11,8 +11,8 @@ import ray
 
 from g2rpo_ray.algorithms import make_strategy
 from g2rpo_ray.common.errors import RunError
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.common.logs import log_as, log_file
-from g2rpo_ray.common.text_files import replace_text
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder

@@ -26,6 +26,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from g2rpo_ray.common.files import read_json_object, sha256_of_file
 from g2rpo_ray.learner.checkpoints.folders import hide
 from g2rpo_ray.learner.checkpoints.parts import (
     CheckpointError,
@@ -129,7 +130,7 @@ def _write_file(path: Path, parts: Sequence[StatePart]) -> str:
         _flush(path)
         if not equals_file(path, parts):
             raise CheckpointError(f"what was read back of {path} differs")
-        return _sha256(path)
+        return sha256_of_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -221,7 +222,7 @@ def is_checkpoint_of(folder: Path, info: CheckpointInfo) -> bool:
 def _check_file(path: Path, expected_sha256: str) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
-    if _sha256(path) != expected_sha256:
+    if sha256_of_file(path) != expected_sha256:
         raise CheckpointError(
             f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
             "with --resume PATH"
@@ -243,13 +244,10 @@ def _open_files(folder: Path, files: Mapping[str, str]) -> StateReader:
 def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     """What state.json says: the checkpoint's info, and the SHA-256 of each file."""
     path = folder / "state.json"
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no checkpoint there (no state.json)") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable: {error}") from error
-    found = content.pop("format", None) if isinstance(content, dict) else None
+    if not path.exists():
+        raise CheckpointError(f"{folder}: no checkpoint there (no state.json)")
+    content = read_json_object(path, CheckpointError)
+    found = content.pop("format", None)
     if found != FORMAT:
         raise CheckpointError(
             f"{path}: a checkpoint of format {found}, this version reads {FORMAT}; use the version "
@@ -269,11 +267,6 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
             "so on with their SHA-256"
         )
     return CheckpointInfo(**content), files
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:
