@@ -1,7 +1,6 @@
 """All-reduce between nodes (gloo) and between GPUs (NCCL), with its bandwidth."""
 
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.cluster.demand import Node
 from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 from g2rpo_ray.doctor.probe import name_of
@@ -29,13 +29,6 @@ REMEDY = (
 
 class Rank:
     """One member of a group that sums a tensor."""
-
-    def address(self) -> tuple[str, int]:
-        """Where the others meet rank 0."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
 
     def measure(self, rank: int, ranks: int, address: str, port: int, backend: str) -> float:
         """Seconds of one all-reduce, after one that does not count.
@@ -131,7 +124,7 @@ def _measure(backend: str, seats: Sequence[Seat]) -> list[float] | str:
     ]
     refs: list[Any] = []
     try:
-        address, port = ray.get(ranks[0].address.remote(), timeout=TOTAL_TIMEOUT_S)
+        address, port = ray.get(ranks[0].__ray_call__.remote(free_address), timeout=TOTAL_TIMEOUT_S)
         refs = [
             actor.measure.remote(rank, len(ranks), address, port, backend)
             for rank, actor in enumerate(ranks)
