@@ -43,16 +43,16 @@ class RewardClient:
 
     def submit(
         self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]
-    ) -> "PendingScores":
+    ) -> "SentRequests":
         """Send pictures (uint8 ``[B, H, W, 3]``, one prompt) to these rewards; returns at once."""
         request = ScoreRequest(prompt_id, prompt, pictures)
         sent = {name: self.handles[name].score.remote(request) for name in names}
-        return PendingScores(self, request, sent, time.monotonic())
+        return SentRequests(self, request, sent, time.monotonic())
 
 
 @dataclass(frozen=True)
-class PendingScores:
-    """Requests under way for one group of pictures."""
+class SentRequests:
+    """Requests under way for one group of pictures, one to each reward."""
 
     client: RewardClient
     request: ScoreRequest
