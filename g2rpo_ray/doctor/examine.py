@@ -44,7 +44,7 @@ def _examine_cluster(
     nodes = {name_of(node): node for node in living_nodes()}
     findings = [
         ok("cluster", f"{'a private Ray' if private else 'Ray'} with {len(nodes)} nodes"),
-        *check_authentication(private),
+        check_authentication(private),
     ]
     if config:
         findings += check_room(config, list(nodes.values()))
