@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from g2rpo_ray.cluster.postmortem import Place, first_line, own_place, report
+from g2rpo_ray.cluster.postmortem import Place, error_of, first_line, own_place, report
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
 from g2rpo_ray.rollout.worker import RolloutWorker, Scoring
@@ -303,8 +303,9 @@ class Crew:
     def silent(self, members: Sequence[Member]) -> list[Member]:
         """Those that do not answer a call that costs nothing."""
         asked = [member.handle.__ray_call__.remote(own_place) for member in members]
-        ray.wait(asked, num_returns=len(asked), timeout=PING_S)
-        return [m for m, ref in zip(members, asked, strict=True) if not _answered(ref)]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=PING_S)
+        pairs = zip(members, asked, strict=True)
+        return [m for m, ref in pairs if ref not in answered or error_of(ref) is not None]
 
     def _start(self, now_s: float) -> None:
         member = Member(self._started, self._hire(self._avoided()), now_s, self._role)
@@ -331,14 +332,6 @@ class Crew:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         # Where every node is bad, the fault is not a node's.
         return sorted(bad) if alive - bad else []
-
-
-def _answered(ref: ray.ObjectRef) -> bool:
-    try:
-        ray.get(ref, timeout=0)
-    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-        return False
-    return True
 
 
 def _free_by_node() -> str:
