@@ -251,7 +251,7 @@ class Crew:
 
     def lose(self, member: Member, why: str, *, log: bool = False) -> None:
         """End a worker and have it replaced; with ``log``, tell the last lines of its log too."""
-        self.tend_off(member)
+        self.dismiss(member)
         self.losses += 1
         self._losses_in_row += 1
         pause_s = 0.0 if self._losses_in_row == 1 else 2.0 ** (self._losses_in_row - 2)
@@ -264,9 +264,9 @@ class Crew:
         """End every worker, and start none any more."""
         self._wanted = 0
         for member in list(self.members.values()):
-            self.tend_off(member)
+            self.dismiss(member)
 
-    def tend_off(self, member: Member) -> None:
+    def dismiss(self, member: Member) -> None:
         """End a worker for good."""
         self.members.pop(member.number, None)
         self._coming.pop(member.number, None)

@@ -274,13 +274,7 @@ class RolloutPool:
             dispatch.join(member.number, seasoned=kind in member.finished)
         return None
 
-    def _fault_of(
-        self,
-        event: Event,
-        attempt: int,
-        member: Member,
-        fault: Fault,
-    ) -> str | None:
+    def _fault_of(self, event: Event, attempt: int, member: Member, fault: Fault) -> str | None:
         """What is wrong with a worker's answer, if it is the worker's fault.
 
         Raises:

@@ -30,8 +30,7 @@ from g2rpo_ray.rollout.answers import (
     HeldoutPictures,
     RolloutSummary,
 )
-from g2rpo_ray.rollout.device_clock import DeviceClock
-from g2rpo_ray.rollout.host_copy import HostCopy
+from g2rpo_ray.rollout.device import DeviceClock, HostCopy
 from g2rpo_ray.rollout.reward_summary import summarise
 from g2rpo_ray.sampling.engine import RolloutEngine
 from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
@@ -97,8 +96,8 @@ class _Scored:
 class RolloutWorker:
     """Draws groups with the weights it was last given. A plain class: Ray wraps it in the pool."""
 
-    def __init__(self, config: Config, scoring: Scoring, rank: int = 0) -> None:
-        log_as("rollout", rank)
+    def __init__(self, config: Config, scoring: Scoring, number: int = 0) -> None:
+        log_as("rollout", number)
         torch.set_num_threads(config.rollout.threads)
         self.config, self.scoring = config, scoring
         self.device = role_device(config.rollout.gpus_per_worker)
@@ -161,6 +160,7 @@ class RolloutWorker:
         names = sorted(config.trained_rewards)
         shape = len(names), draw.granularities, len(draw.sde_steps), config.sampling.members
         scored = _Scored(torch.full(shape, torch.nan))
+        # All are on their way before the first scores are waited for.
         for sent in list(self._send_finished(draw, prompt, names, clock)):
             self._score(sent, prompt, scored)
         clock.lap("score_s")
