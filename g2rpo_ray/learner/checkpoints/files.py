@@ -26,7 +26,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
-from g2rpo_ray.common.files import read_json_object, sha256_of_file
+from g2rpo_ray.common.files import replace_text, sha256_of_file
 from g2rpo_ray.learner.checkpoints.folders import hide
 from g2rpo_ray.learner.checkpoints.parts import (
     CheckpointError,
@@ -118,9 +118,7 @@ def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
             # On a full disk this makes room for the note.
             for name in contents:
                 (temporary / name).unlink(missing_ok=True)
-        unfinished = temporary / f".{RANK_FILE.format(rank)}"
-        unfinished.write_text(json.dumps(note))
-        unfinished.rename(temporary / RANK_FILE.format(rank))
+        replace_text(temporary / RANK_FILE.format(rank), json.dumps(note))
 
 
 def _write_file(path: Path, parts: Sequence[StatePart]) -> str:
@@ -164,8 +162,7 @@ def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s:
             files |= written["files"]
             note.unlink()
         content = {"format": FORMAT, **asdict(info), "files": files}
-        (temporary / "state.json").write_text(json.dumps(content, indent=1))
-        _flush(temporary / "state.json")
+        replace_text(temporary / "state.json", json.dumps(content, indent=1))
         _flush(temporary)
         # A checkpoint of this iteration may be there when a run was resumed from an older one.
         replaced = hide(folder) if folder.exists() else None
@@ -244,10 +241,13 @@ def _open_files(folder: Path, files: Mapping[str, str]) -> StateReader:
 def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     """What state.json says: the checkpoint's info, and the SHA-256 of each file."""
     path = folder / "state.json"
-    if not path.exists():
-        raise CheckpointError(f"{folder}: no checkpoint there (no state.json)")
-    content = read_json_object(path, CheckpointError)
-    found = content.pop("format", None)
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no checkpoint there (no state.json)") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable: {error}") from error
+    found = content.pop("format", None) if isinstance(content, dict) else None
     if found != FORMAT:
         raise CheckpointError(
             f"{path}: a checkpoint of format {found}, this version reads {FORMAT}; use the version "
