@@ -64,7 +64,9 @@ class MasterState:
         """
         self._parameters: dict[str, Any] = dict(parameters)
         self._decay = ema_decay
-        self._averages = self._copies() if ema_decay is not None else {}
+        self._averages: dict[str, Tensor] = {}
+        if ema_decay is not None:
+            self._averages = {name: self._fp32(p).clone() for name, p in parameters.items()}
         self._on_host: dict[str, Tensor] = {}
 
     def parts(self) -> list[StatePart]:
@@ -145,6 +147,3 @@ class MasterState:
         for name, average in self._averages.items():
             assert self._decay is not None
             average.lerp_(self._fp32(self._parameters[name]), 1 - self._decay)
-
-    def _copies(self) -> dict[str, Tensor]:
-        return {name: self._fp32(parameter).clone() for name, parameter in self._parameters.items()}

@@ -74,7 +74,8 @@ def update_on_groups(
     records: list[StepRecord] = []
     grad_norms: list[float] = []
     learning_rate, learned = engine.learning_rate, False
-    for positions in _chunks(len(steps), settings.steps_per_pass):
+    for first in range(0, len(steps), settings.steps_per_pass):
+        positions = range(first, min(first + settings.steps_per_pass, len(steps)))
         last_of_update = per_step or positions[-1] == len(steps) - 1
         done = _backward(trainings, positions, scales, len(grad_norms), last_of_update)
         records += done
@@ -105,7 +106,3 @@ def _backward(
         )
         records += done if weight > 0 else []
     return records
-
-
-def _chunks(steps: int, size: int) -> list[range]:
-    return [range(first, min(first + size, steps)) for first in range(0, steps, size)]

@@ -49,7 +49,7 @@ def make_plan(config: Config, table: CostTable, gpus: int | None, card: str | No
     """
     if gpus is not None and gpus < 1:
         raise InputError(f"--gpus {gpus}: at least 1 is needed")
-    if not _uses_cards(config):
+    if not (config.rollout.gpus_per_worker and config.learner.gpus_per_rank):
         if gpus is not None or (card or CPU) != CPU:
             raise InputError(
                 "this configuration runs on CPUs (rollout.gpus_per_worker and "
@@ -127,10 +127,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "configured": _split_json(plan.configured),
         "recommended": _split_json(plan.recommended) if plan.recommended else None,
     }
-
-
-def _uses_cards(config: Config) -> bool:
-    return config.rollout.gpus_per_worker > 0 and config.learner.gpus_per_rank > 0
 
 
 def _scorer_calls(predictor: Predictor) -> dict[str, int]:

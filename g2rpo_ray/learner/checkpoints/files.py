@@ -216,16 +216,6 @@ def is_checkpoint_of(folder: Path, info: CheckpointInfo) -> bool:
     return folder.is_dir() and read_info(folder) == info
 
 
-def _check_file(path: Path, expected_sha256: str) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
-    if sha256_of_file(path) != expected_sha256:
-        raise CheckpointError(
-            f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
-            "with --resume PATH"
-        )
-
-
 def _weights_files(files: Mapping[str, str]) -> dict[str, str]:
     """The SHA-256s of the files with weights, by name."""
     first = WEIGHTS_FILE.partition("{")[0]
@@ -233,8 +223,14 @@ def _weights_files(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _open_files(folder: Path, files: Mapping[str, str]) -> StateReader:
-    for name, expected in files.items():
-        _check_file(folder / name, expected)
+    for path, expected in ((folder / name, sha256) for name, sha256 in files.items()):
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
+        if sha256_of_file(path) != expected:
+            raise CheckpointError(
+                f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
+                "with --resume PATH"
+            )
     return StateReader([folder / name for name in files])
 
 
