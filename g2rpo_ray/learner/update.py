@@ -96,7 +96,7 @@ def _backward(
     last: bool,
 ) -> list[StepRecord]:
     """Gradients of some steps of all groups; the records of those that count (weight above 0)."""
-    records = []
+    records: list[StepRecord] = []
     for number, (training, weight) in enumerate(trainings, start=1):
         done = training.backward(
             positions,
