@@ -88,6 +88,14 @@ def _check_head(address: str) -> None:
     )
 
 
+def free_address(_actor: object = None) -> tuple[str, int]:
+    """Address of this node and a free port on it; runs on any actor through ``__ray_call__``."""
+    address = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return address, probe.getsockname()[1]
+
+
 def worker_environment(allowed: Sequence[str]) -> dict[str, str]:
     """Environment of every worker: ours, and what ``cluster.environment`` lets through.
 

@@ -18,6 +18,7 @@ from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import Demand, living_nodes, shortage
 from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.errors import InputError, RunError
+from g2rpo_ray.common.files import sha256_of_file
 from g2rpo_ray.common.formatting import format_seconds, format_size
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import check_gpus
@@ -236,7 +237,7 @@ def _write_prompts(
     ]
     path = folder / PROMPTS_FILE
     pq.write_table(pa.Table.from_pylist(rows), path)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return sha256_of_file(path)
 
 
 def _cut(texts: Sequence[str], size: int) -> list[list[str]]:

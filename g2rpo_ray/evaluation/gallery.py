@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from g2rpo_ray.common.text_files import replace_text
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.evaluation.records import Record, Records
 from g2rpo_ray.evaluation.rows import Row
 from g2rpo_ray.evaluation.table import Part

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -59,14 +59,36 @@ def join_process_group(
     )
 
 
-def _zero_config(settings: LearnerSection, device: torch.device) -> dict[str, Any]:
-    config: dict[str, Any] = {"stage": settings.zero_stage}
+def _adamw(parameters: Iterable[nn.Parameter], settings: LearnerSection) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=settings.offload_optimizer or None,
+    )
+
+
+def _deepspeed_config(
+    settings: LearnerSection, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer:
-        config["offload_optimizer"] = host
+        zero["offload_optimizer"] = host
     if settings.offload_parameters:
-        config["offload_param"] = host
-    return config
+        zero["offload_param"] = host
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": settings.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # DeepSpeed's own CPU optimizer would need a C++ compiler on every machine.
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
 
 
 def learning_rate_of(updates: int, settings: LearnerSection) -> float:
@@ -120,30 +142,12 @@ class LearnerEngine:
         self._names = frozenset(trainable_parameters(policy))
         if state is not None:
             load_whole_weights(policy, state)
-        optimizer = torch.optim.AdamW(
-            trainable_parameters(policy).values(),
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=settings.offload_optimizer or None,
-        )
         first = next(policy.parameters())
-        dtype, device = first.dtype, first.device
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=policy,
-            optimizer=optimizer,
+            optimizer=_adamw(trainable_parameters(policy).values(), settings),
             dist_init_required=False,
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": 1,
-                "gradient_clipping": settings.max_grad_norm,
-                "zero_optimization": _zero_config(settings, device),
-                "zero_allow_untested_optimizer": True,
-                # DeepSpeed's own CPU optimizer would need a C++ compiler on every machine.
-                "zero_force_ds_cpu_optimizer": False,
-                "bf16": {"enabled": dtype == torch.bfloat16},
-            },
+            config=_deepspeed_config(settings, first.dtype, first.device),
         )
         self.policy: FluxPolicy = self._engine.module
         # Adapters are many and small: their gradients stay whole on every rank until the step, and

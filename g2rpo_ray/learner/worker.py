@@ -1,7 +1,6 @@
 """Learner: one DeepSpeed rank on a Ray actor."""
 
 import logging
-import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,13 +44,6 @@ class Learner:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[float] | None = None
         self._weight_group: WeightGroup | None = None
-
-    def free_address(self) -> tuple[str, int]:
-        """Address of this node and a free port on it, for the process group to meet at."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
 
     def start(self, address: str, port: int, checkpoint: Path | None) -> str:
         """Join the group, load the model (or the checkpoint), and say what is trained."""

@@ -23,7 +23,7 @@ from PIL import Image
 
 from g2rpo_ray import __version__
 from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.common.text_files import replace_text
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.config import Config, ModelSection, load_config, save_config
 from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo, read_info
 from g2rpo_ray.learner.checkpoints.folders import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 
 from g2rpo_ray.algorithms import make_strategy
-from g2rpo_ray.common.text_files import replace_text
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
 from g2rpo_ray.plan.networks import policy_size

@@ -28,7 +28,7 @@ from g2rpo_ray.cluster.demand import (
     rollout_demand,
     shortage,
 )
-from g2rpo_ray.cluster.placement import Note, placed, wait_for_nodes
+from g2rpo_ray.cluster.placement import Tell, placed, wait_for_nodes
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
@@ -89,12 +89,12 @@ class Roles:
 
 
 @contextmanager
-def launch(config: Config, checkpoint: Path | None, note: Note) -> Iterator[Roles]:
+def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Roles]:
     """Start all roles, and end them whatever happens inside.
 
     Args:
         checkpoint: folder that the learner continues from.
-        note: told what happens meanwhile.
+        tell: told what happens meanwhile.
 
     Raises:
         ClusterError: the cluster lacks resources, or cannot be reached; see ``cluster/``.
@@ -102,17 +102,17 @@ def launch(config: Config, checkpoint: Path | None, note: Note) -> Iterator[Role
     kept = [learner_demand(config), *encoder_demand(config)]
     workers = [rollout_demand(config), *evaluation_demand(config)]
     with (
-        _room_and_rewards(config, run_name(config), kept, workers, note) as (room, rewards),
+        _room_and_rewards(config, run_name(config), kept, workers, tell) as (room, rewards),
         _encoder(config, room) as encoder,
-        closing(RolloutPool(config, rewards, note)) as pool,
-        _evaluation_pool(config, rewards, note) as evaluation_pool,
+        closing(RolloutPool(config, rewards, tell)) as pool,
+        _evaluation_pool(config, rewards, tell) as evaluation_pool,
     ):
         assert room is not None
-        note("starting learner ranks")
+        tell("starting learner ranks")
         version = read_info(checkpoint).weight_version if checkpoint else 0
         # It ends with its room.
-        learner = LearnerGroup(config, room, checkpoint, note, version)
-        note(f"training {learner.coverage}")
+        learner = LearnerGroup(config, room, checkpoint, tell, version)
+        tell(f"training {learner.coverage}")
         pool.wait_until_ready()
         if evaluation_pool is not None:
             evaluation_pool.wait_until_ready()
@@ -120,13 +120,13 @@ def launch(config: Config, checkpoint: Path | None, note: Note) -> Iterator[Role
 
 
 @contextmanager
-def launch_rollout(config: Config, note: Note) -> Iterator[tuple[ActorHandle, RolloutPool]]:
+def launch_rollout(config: Config, tell: Tell) -> Iterator[tuple[ActorHandle, RolloutPool]]:
     """Start the roles that draw and score, without a learner; otherwise as ``launch``."""
     name, kept, workers = f"g2rpo-{os.getpid()}", encoder_demand(config), [rollout_demand(config)]
     with (
-        _room_and_rewards(config, name, kept, workers, note) as (room, rewards),
+        _room_and_rewards(config, name, kept, workers, tell) as (room, rewards),
         _encoder(config, room) as encoder,
-        closing(RolloutPool(config, rewards, note)) as pool,
+        closing(RolloutPool(config, rewards, tell)) as pool,
     ):
         pool.wait_until_ready()
         yield encoder, pool
@@ -141,7 +141,7 @@ def run_name(config: Config) -> str:
 
 @contextmanager
 def _room_and_rewards(
-    config: Config, name: str, kept: Sequence[Demand], workers: Sequence[Demand], note: Note
+    config: Config, name: str, kept: Sequence[Demand], workers: Sequence[Demand], tell: Tell
 ) -> Iterator[tuple[PlacementGroup | None, RewardClient]]:
     """Join the cluster, keep room on it, and start reward servers where they leave enough.
 
@@ -150,20 +150,20 @@ def _room_and_rewards(
         kept: what has its room until the end, in the placement group that is yielded.
         workers: placed one by one later: each can be replaced, and more can join.
     """
-    note("starting Ray")
+    tell("starting Ray")
     with ray_cluster(config.cluster) as private:
-        note(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
-        wait_for_nodes(config, note)
+        tell(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
+        wait_for_nodes(config, tell)
         rewards, nodes = reward_demands(config), living_nodes()
-        note(overview([*kept, *workers, *rewards], nodes))
+        tell(overview([*kept, *workers, *rewards], nodes))
         if private and (reasons := shortage([*workers, *rewards, *kept], nodes)):
             # Nothing will join it, so there is nothing to wait for.
             raise ClusterError(" ".join(reasons))
-        note("starting reward servers and rollout workers")
+        tell("starting reward servers and rollout workers")
         timeout_s = config.cluster.start_timeout_s
-        with placed(kept, [*workers, *rewards], timeout_s, note) as room, ExitStack() as servers:
+        with placed(kept, [*workers, *rewards], timeout_s, tell) as room, ExitStack() as servers:
             # Small shares of cards first would leave no card with room for a large one.
-            with placed(workers, [*kept, *rewards], timeout_s, note):
+            with placed(workers, [*kept, *rewards], timeout_s, tell):
                 started = reward_servers(name, config.rewards, timeout_s, private)
                 handles = servers.enter_context(started)
             yield room, RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
@@ -199,11 +199,11 @@ def _encoder(config: Config, room: PlacementGroup | None) -> Iterator[ActorHandl
 
 @contextmanager
 def _evaluation_pool(
-    config: Config, rewards: RewardClient, note: Note
+    config: Config, rewards: RewardClient, tell: Tell
 ) -> Iterator[RolloutPool | None]:
     if not config.evaluation.workers:
         yield None
         return
     settings = for_evaluation_workers(config)
-    with closing(RolloutPool(settings, rewards, note, role="evaluation worker")) as pool:
+    with closing(RolloutPool(settings, rewards, tell, role="evaluation worker")) as pool:
         yield pool

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import ray
 
+from g2rpo_ray.cluster.postmortem import error_of
 from g2rpo_ray.weight_sync.base import (
     Peer,
     SyncReport,
@@ -28,27 +29,25 @@ class StoredWeights:
         """Have the workers fetch them, and verify each one's answer; see ``WeightSync.sync``."""
         version = self.version
         answers = [peer.handle.receive_weights.remote(version, self.weights) for peer in receivers]
-        ray.wait(answers, num_returns=len(answers), timeout=self.timeout_s)
+        _, missing = ray.wait(answers, num_returns=len(answers), timeout=self.timeout_s)
         asked = list(zip(receivers, answers, strict=True))
-        silent = [peer for peer, answer in asked if not _is_there(answer)]
+        silent = [peer for peer, answer in asked if answer in missing]
         if silent:
             raise WeightSyncError(
                 f"weight sync of version {version} did not end within {self.timeout_s:g} s "
                 f"(weight_sync.timeout_s) at {silent[0].name}",
                 silent,
             )
-        receipts, failed, causes = [], [], []
-        for peer, answer in asked:
-            try:
-                receipts.append(ray.get(answer))
-            except ray.exceptions.RayError as error:
-                failed.append(peer)
-                causes.append(error)
+        failed = [(peer, error) for peer, answer in asked if (error := error_of(answer))]
         if failed:
+            peer, error = failed[0]
             raise WeightSyncError(
-                f"weight sync of version {version} failed at {failed[0].name}: {causes[0]}", failed
-            ) from causes[0]
-        return verify(ray.get(self.receipt, timeout=self.timeout_s), receivers, receipts)
+                f"weight sync of version {version} failed at {peer.name}: "
+                f"{type(error).__name__}: {error}",
+                [peer for peer, _ in failed],
+            ) from error
+        held = ray.get(answers)
+        return verify(ray.get(self.receipt, timeout=self.timeout_s), receivers, held)
 
 
 class ObjectStoreSync(WeightSync):
@@ -60,7 +59,3 @@ class ObjectStoreSync(WeightSync):
     def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> SyncReport:
         stored = StoredWeights(version, *learner.export_weight_refs(version), self._timeout_s)
         return stored.send(receivers)
-
-
-def _is_there(answer: ray.ObjectRef) -> bool:
-    return bool(ray.wait([answer], timeout=0)[0])

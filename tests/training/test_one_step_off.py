@@ -12,8 +12,8 @@ import pytest
 
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
+from g2rpo_ray.learner.group_training import StepRecord
 from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
-from g2rpo_ray.learner.update import StepRecord
 from g2rpo_ray.maths.objective import PolicyHealth
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run.folder import Run

@@ -11,9 +11,9 @@ import yaml
 from markupsafe import Markup
 from PIL import Image
 
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.common.formatting import NOTHING, format_seconds
 from g2rpo_ray.common.section import ConfigError
-from g2rpo_ray.common.text_files import replace_text
 from g2rpo_ray.config import config_from_dict
 from g2rpo_ray.plan.arithmetic import arithmetic
 from g2rpo_ray.tracking.report.charts import Series, line_chart, stacked_bars

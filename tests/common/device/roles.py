@@ -79,9 +79,9 @@ def prompt_encoder(config: Config) -> Found:
     def look(encoder: Any) -> Found:
         return found(encoder._encoder.t5.device, encoder._encoder.clip.device)
 
-    encoder = training_roles._start_encoder(config, None)
-    ray.get(encoder.encode.remote(0, CAPTIONS[0]))
-    return ray.get(encoder.__ray_call__.remote(look))
+    with training_roles._encoder(config, None) as encoder:
+        ray.get(encoder.encode.remote(0, CAPTIONS[0]))
+        return ray.get(encoder.__ray_call__.remote(look))
 
 
 class WitnessScorer(RewardScorer):
