@@ -15,15 +15,16 @@ quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machi
 	$(BIN)/g2rpo train $(CONFIG) run_dir=$(RUN) $(ARGS)
 
 test: $(VENV)/.installed-dev lint  ## lint, type-check and run the tests of CI (ARGS='-k rollout' for some)
-	$(BIN)/pytest -m "not long" $(ARGS)
+	$(BIN)/pytest -m "not long and not gpu" $(ARGS)
 
 test-long: $(VENV)/.installed-dev  ## whole clusters and more whole runs: Slurm, raylets, Prometheus (half an hour)
 	$(BIN)/pytest -m long $(ARGS)
 
-lint: $(VENV)/.installed-dev  ## ruff (lint and format) and mypy
+lint: $(VENV)/.installed-dev  ## ruff (lint and format), mypy, and the order of the rooms
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 format: $(VENV)/.installed-dev  ## format the code
 	$(BIN)/ruff check --fix .

@@ -15,17 +15,15 @@ import sys
 from pathlib import Path
 
 import torch
-from bench_rollout import VARIANTS
-from bench_scale import QUICKSTART
-from compare_algorithms import LocalScoring
 from torch import Tensor
 
-from g2rpo_ray.config import Config, load_config
+import measuring
+from bench_rollout import VARIANTS
+from compare_algorithms import local_worker
+from g2rpo_ray.config import Config
 from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, evenly, read_config_prompts
-from g2rpo_ray.rewards.registry import make_scorer
-from g2rpo_ray.rollout.worker import RolloutWorker
 
 PAPER = [
     "sampling.steps=16",
@@ -58,14 +56,13 @@ def main() -> int:
         }
         print(variant, json.dumps(results[variant]), flush=True)
     content = {"prompts": len(prompts), "exact_evaluations": evaluations, "variants": results}
-    options.json.write_text(json.dumps(content, indent=1) + "\n")
+    measuring.write_json(options.json, content)
     return 0
 
 
 def make_config(overrides: list[str]) -> Config:
     """The quickstart's model and rewards at the paper's T, K, G and granularities."""
-    config = load_config(QUICKSTART, ["run_dir=unused", *PAPER, *overrides])
-    return config.model_copy(update={"rewards": dict(config.trained_rewards)})
+    return measuring.quickstart(["run_dir=unused", *PAPER, *overrides], ["clip", "hps"])
 
 
 def encode(config: Config, count: int) -> list[Prompt]:
@@ -76,11 +73,7 @@ def encode(config: Config, count: int) -> list[Prompt]:
 
 def advantages(config: Config, prompts: list[Prompt]) -> tuple[Tensor, int]:
     """Integrated advantages ``[prompts * K, M]``, and the evaluations of one prompt."""
-    scorers = {
-        name: make_scorer(reward.kind, reward.options, "cpu")
-        for name, reward in config.trained_rewards.items()
-    }
-    worker = RolloutWorker(config, LocalScoring(scorers))
+    worker = local_worker(config)
     values = []
     for prompt in prompts:
         summary, group = worker.rollout(prompt, prompt.prompt_id, iteration=0)

@@ -10,13 +10,11 @@ on, and the file is written after every stage. Other cards' entries in the file 
 """
 
 import argparse
-import io
 import json
 import multiprocessing
 import os
 import pickle
 import platform
-import socket
 import sys
 import tempfile
 import time
@@ -27,7 +25,6 @@ from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 # Libraries ask for cards when they are imported; CUDA, once initialised, would not survive a fork.
@@ -37,9 +34,9 @@ import diffusers
 import torch
 from torch import Tensor
 
+import measuring
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import LearnerSection, LoraSection, load_config
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.config import LearnerSection, LoraSection
 from g2rpo_ray.models.flux import FluxPolicy, LatentShape
 from g2rpo_ray.models.kernels import compile_decoder, compile_evaluations
 from g2rpo_ray.models.lora import add_lora
@@ -66,10 +63,6 @@ from g2rpo_ray.plan.networks import (
     vae_on_meta,
 )
 from g2rpo_ray.rewards.registry import make_scorer
-from g2rpo_ray.rewards.scorer import RewardScorer
-
-GIB = 2**30
-PROMPT = "a red circle left of a green triangle"
 
 
 @dataclass(frozen=True)
@@ -102,11 +95,10 @@ class World:
     learners: dict[int | None, dict[bool, tuple[int, ...]]]
     """LoRA rank (none: all weights) -> gradient checkpointing -> batches."""
     matrix_side: int
-    optimizer_parameters: int
-    transfer_parameters: int
-    """About so many of the policy's parameters are moved to time the weights' way."""
-    scorers: dict[str, dict[str, Any]]
-    """Kind -> its options; a checkpoint of none asks for random weights."""
+    parameters: int
+    """The optimizer's, and about so many of the policy's to time the weights' way."""
+    scorers: dict[str, dict[str, Any] | None]
+    """Kind -> its options; without, one of true size with random weights."""
     repeats: int
 
     @property
@@ -129,19 +121,15 @@ def true_size() -> World:
         # All weights first: DeepSpeed keeps a model alive after its stage.
         learners={None: {True: (1, 4)}, 64: {True: (1, 4), False: (1,)}},
         matrix_side=8192,
-        optimizer_parameters=10**9,
-        transfer_parameters=10**9,
-        scorers={
-            "hps": {"checkpoint": None, "architecture": "ViT-H-14"},
-            "clip": {"checkpoint": None, "architecture": "ViT-H-14"},
-        },
+        parameters=10**9,
+        scorers=dict.fromkeys(("hps", "clip"), None),
         repeats=5,
     )
 
 
 def tiny_size() -> World:
     """The quickstart's networks and batches on one thread of the CPU, float32."""
-    config = load_config(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
+    config = measuring.quickstart([])
     folder = resolve_path(config.model.path)
     request = config.sampling.members * len(config.g2rpo.granularities)
     return World(
@@ -156,8 +144,7 @@ def tiny_size() -> World:
         score_batches=(request // 2, request),
         learners={None: {False: (1, 8)}},
         matrix_side=1024,
-        optimizer_parameters=10**6,
-        transfer_parameters=10**6,
+        parameters=10**6,
         scorers={kind: config.rewards[kind].options for kind in ("hps", "clip")},
         repeats=15,
     )
@@ -181,7 +168,7 @@ class Bench:
         yield "weight transfer", 60, self.transfer
         for kind in self.world.scorers:
             yield f"score_{kind}", 80, partial(self.score, kind)
-        if self.world.device.type == "cuda":
+        if self.on_card:
             yield "evaluation_compiled", 100, partial(self.evaluation, "evaluation_compiled")
             yield "decode_compiled", 100, partial(self.decode, "decode_compiled")
 
@@ -190,16 +177,13 @@ class Bench:
         if self.world.device.type == "cpu":
             yield Card(f"one core, {_processor()}", None)
         else:
-            memory_gib = torch.cuda.mem_get_info()[1] / GIB
+            memory_gib = torch.cuda.mem_get_info()[1] / measuring.GIB
             yield Card(torch.cuda.get_device_name(), round(memory_gib, 1))
 
     def matrix(self) -> Iterator[Found]:
         """Rate of a large square product, to judge the card by."""
-        side = self.world.matrix_side
-        a, b = (
-            torch.randn(side, side, device=self.world.device).to(self.world.dtype) for _ in "ab"
-        )
-        seconds = self.median_s(lambda: a @ b)
+        world, side = self.world, self.world.matrix_side
+        seconds = measuring.matrix_s(side, world.dtype, world.device, world.repeats)
         yield "matrix", Rate(amount=2 * side**3, seconds=seconds)
 
     @torch.no_grad()
@@ -250,28 +234,25 @@ class Bench:
     ) -> tuple[Callable[..., Tensor], Callable[[Tensor], None]]:
         """How the network is called and differentiated: by DeepSpeed where its state fits."""
         trained = sum(p.numel() for p in trainable_parameters(policy).values())
-        if self.world.device.type == "cuda" and trained > 10**9:
+        if self.on_card and trained > 10**9:
             # fp32 master weights and moments of 12 B parameters need more than one card.
             return policy, lambda loss: loss.backward()
-        from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
+        from g2rpo_ray.learner.engine import LearnerEngine
 
         if not torch.distributed.is_initialized():
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            join_process_group(0, 1, "127.0.0.1", port, timeout_s=60)
+            measuring.join_alone(self.world.device)
         engine = LearnerEngine(policy, LearnerSection())
         return engine, partial(engine.backward, last=False)
 
     def optimizer(self) -> Iterator[Found]:
         """One AdamW step over fp32 weights, as a learner rank makes it on its shard."""
-        weights = torch.zeros(self.world.optimizer_parameters, device=self.world.device)
+        weights = torch.zeros(self.world.parameters, device=self.world.device)
         weights.requires_grad_(True).grad = torch.randn_like(weights)
         optimizer = torch.optim.AdamW([weights], lr=1e-6)
         optimizer.step()
-        before = self.allocated()
+        before = torch.cuda.memory_allocated()
         seconds = self.median_s(optimizer.step)
-        scratch = (self.peak() - before) / weights.numel()
+        scratch = (torch.cuda.max_memory_allocated() - before) / weights.numel()
         note = f"AdamW took {scratch:.1f} B of scratch a parameter" if scratch else ""
         yield "optimizer", Rate(amount=weights.numel(), seconds=seconds, note=note)
 
@@ -280,7 +261,7 @@ class Bench:
         """Weights from the learner's device through Ray's serialisation to another model's."""
         source = dict(trainable_parameters(self.policy().requires_grad_(True)))
         part: dict[str, Tensor] = {}
-        while sum(p.numel() for p in part.values()) < self.world.transfer_parameters and source:
+        while sum(p.numel() for p in part.values()) < self.world.parameters and source:
             name, parameter = source.popitem()
             part[name] = parameter.detach()
 
@@ -298,29 +279,19 @@ class Bench:
 
     def score(self, kind: str) -> Iterator[Found]:
         """A request from uint8 pictures to scores, preprocessing included."""
-        options = dict(self.world.scorers[kind])
         name: PassName = "score_hps" if kind == "hps" else "score_clip"
+        world, options = self.world, self.world.scorers[kind]
         with tempfile.TemporaryDirectory() as folder:
-            if options.get("checkpoint", "own weights") is None:
-                options["checkpoint"] = str(Path(folder) / "random.pt")
-                self.write_random_scorer(options["architecture"], Path(options["checkpoint"]))
-            scorer = make_scorer(kind, options, self.world.device.type)
+            if options is None:
+                options = measuring.write_scorer(Path(folder) / "random.pt", world.device)
+                options |= {"dtype": "float32"}
+            scorer = make_scorer(kind, options, world.device.type)
         tflop = scorer_size(options["architecture"]).image.tflop
-        for batch in self.world.score_batches:
-            yield name, self.measure(batch, tflop, self.request(scorer, batch))
-
-    def request(self, scorer: RewardScorer, batch: int) -> Callable[[], object]:
-        """Scores a group's pictures; their prompt's features are cached, as in a run."""
-        pictures = torch.randint(0, 256, (batch, self.world.side, self.world.side, 3))
-        return partial(scorer.score, pictures.to(torch.uint8), [PROMPT] * batch)
-
-    def write_random_scorer(self, architecture: str, path: Path) -> None:
-        import open_clip
-
-        model = open_clip.create_model(
-            architecture, load_weights=False, device=str(self.world.device)
-        )
-        torch.save({"state_dict": model.cpu().state_dict()}, path)
+        for batch in world.score_batches:
+            # Their prompt's features are cached, as in a run.
+            pictures = torch.randint(0, 256, (batch, world.side, world.side, 3)).to(torch.uint8)
+            run = partial(scorer.score, pictures, [measuring.PROMPT] * batch)
+            yield name, self.measure(batch, tflop, run)
 
     def policy(self) -> FluxPolicy:
         """A frozen policy with random weights."""
@@ -339,14 +310,11 @@ class Bench:
         self, policy: FluxPolicy, batch: int, forward: Callable[..., Tensor] | None = None
     ) -> Callable[[], Tensor]:
         """The network on a batch of one prompt."""
-        world, config = self.world, policy.transformer.config
-        random = partial(torch.randn, device=world.device)
-        embeds = PromptEmbeds(
-            random(world.text_tokens, config.joint_attention_dim, dtype=world.dtype),
-            random(config.pooled_projection_dim, dtype=world.dtype),
-        )
+        world = self.world
+        embeds = measuring.random_embeds(world.transformer, world.text_tokens, world.dtype)
+        x = torch.randn(batch, *world.shape.packed, device=world.device)
         sigma = torch.full((batch,), 0.5, device=world.device)
-        return partial(forward or policy, random(batch, *world.shape.packed), sigma, embeds)
+        return partial(forward or policy, x, sigma, embeds.to(world.device))
 
     def evaluation_tflop(self, rank: int | None = None) -> float:
         transformer = transformer_on_meta(self.world.transformer)
@@ -358,40 +326,24 @@ class Bench:
     def measure(self, batch: int, sample_tflop: float, run: Callable[[], object]) -> Measurement:
         """Median time and peak memory of ``run``, which computes a batch."""
         run()
-        before = self.allocated()
-        seconds = self.median_s(run)
-        on_card = self.world.device.type == "cuda"
+        before = torch.cuda.memory_allocated()
+        seconds, tflop = self.median_s(run), batch * sample_tflop
+        peak_gib = (torch.cuda.max_memory_allocated() - before) / measuring.GIB
+        activations_gib = round(peak_gib, 3) if self.on_card else None
         return Measurement(
-            batch=batch,
-            seconds=seconds,
-            tflop=batch * sample_tflop,
-            activations_gib=round((self.peak() - before) / GIB, 3) if on_card else None,
+            batch=batch, seconds=seconds, tflop=tflop, activations_gib=activations_gib
         )
 
     def median_s(self, run: Callable[[], object], repeats: int | None = None) -> float:
         """Median seconds of ``run`` after one call to warm up; restarts the peak of memory."""
         run()
-        self.synchronize()
-        if self.world.device.type == "cuda":
+        if self.on_card:
             torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(repeats or self.world.repeats):
-            start_s = time.perf_counter()
-            run()
-            self.synchronize()
-            times.append(time.perf_counter() - start_s)
-        return median(times)
+        return measuring.median_s(run, repeats or self.world.repeats, warm_up=0)
 
-    def synchronize(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def allocated(self) -> int:
-        self.synchronize()
-        return torch.cuda.memory_allocated() if self.world.device.type == "cuda" else 0
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.world.device.type == "cuda" else 0
+    @property
+    def on_card(self) -> bool:
+        return self.world.device.type == "cuda"
 
 
 def _differentiate(predict: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> None:
@@ -484,7 +436,7 @@ class Results:
         cards = load_costs(self.path).cards if self.path.exists() else {}
         cards[_short_name(self.card)] = CardCosts.model_validate(entry)
         table = CostTable(cards=cards).model_dump(mode="json", exclude_defaults=True)
-        self.path.write_text(json.dumps(table, indent=1) + "\n")
+        measuring.write_json(self.path, table)
 
 
 def _short_name(card: Card) -> str:
@@ -513,11 +465,7 @@ def main() -> int:
     if options.tiny:
         torch.set_num_threads(1)
     diffusers.utils.logging.set_verbosity_error()
-
-    # Whoever watches a lent card must see how far it came, also through a pipe.
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)
-
+    measuring.show_lines()
     world = tiny_size() if options.tiny else true_size()
     bench, results = Bench(world), Results(world, options.json)
     if run_apart(60, bench.card, results.add):
@@ -526,11 +474,10 @@ def main() -> int:
     failed = []
     for name, limit_s, stage in bench.stages():
         print(f"{name}:")
-        started_s = time.perf_counter()
-        problem = run_apart(limit_s, stage, results.add)
+        seconds, problem = measuring.timed(partial(run_apart, limit_s, stage, results.add))
         if problem:
             failed.append(name)
-        print(f"  {problem or 'done'} ({time.perf_counter() - started_s:.1f} s)")
+        print(f"  {problem or 'done'} ({seconds:.1f} s)")
         results.write()
     print(f"failed: {', '.join(failed)}" if failed else "all stages done")
     return 1 if failed else 0

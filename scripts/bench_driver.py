@@ -10,24 +10,21 @@ of workers, so that every row has the same load in groups per second.
 
 import argparse
 import asyncio
-import json
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import psutil
 import ray
 
-from g2rpo_ray.config import load_config
+import measuring
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.rollout.pool import RolloutPool
 
-ROOT = Path(__file__).parents[1]
 ACTORS = 4
-GIB = 2**30
 
 
 class Stub:
@@ -45,34 +42,24 @@ class Stub:
         return summary, (started_s, time.monotonic())
 
 
-def bench(workers: int, groups: int, rate: float, settings: Path) -> dict[str, float]:
+def bench(workers: int, groups: int, rate: float) -> dict[str, float]:
     """One row: ``groups`` groups over ``workers`` workers that offer ``rate`` groups a second."""
-    config = load_config(
-        settings,
-        ["run_dir=/tmp/unused", f"rollout.workers={workers}", "rollout.timeout_s=600"],
+    config = measuring.quickstart(
+        ["run_dir=/tmp/unused", f"rollout.workers={workers}", "rollout.timeout_s=600"]
     )
     stubs = [
         ray.remote(Stub).options(num_cpus=0, max_concurrency=1000).remote() for _ in range(ACTORS)
     ]
     ray.get([stub.start.remote() for stub in stubs])
-    hired = 0
-
-    def hire(_avoided: Sequence[str]) -> Any:
-        nonlocal hired
-        hired += 1
-        return stubs[hired % ACTORS]
-
-    pool = RolloutPool(config, None, hire=hire)  # type: ignore[arg-type]
+    hired = itertools.cycle(stubs)
+    pool = RolloutPool(config, None, hire=lambda _avoided: next(hired))  # type: ignore[arg-type]
     pool.wait_until_ready()
     work = ray.put(workers / rate)
     process = psutil.Process()
-    before_rss, before_cpu_s, started_s = (
-        process.memory_info().rss,
-        time.process_time(),
-        time.time(),
-    )
-    _, references = pool.generate([work] * groups, 0, lambda *_: None)
-    wall_s, cpu_s = time.time() - started_s, time.process_time() - before_cpu_s
+    before_rss, before_cpu_s = process.memory_info().rss, time.process_time()
+    draw = partial(pool.generate, [work] * groups, 0, lambda *_: None)
+    wall_s, (_, references) = measuring.timed(draw)
+    cpu_s = time.process_time() - before_cpu_s
     rss = process.memory_info().rss
     times = sorted(ray.get(references))
     # With W at work, a worker's next start comes as the answer of W groups before has gone round.
@@ -89,7 +76,7 @@ def bench(workers: int, groups: int, rate: float, settings: Path) -> dict[str, f
         "turnaround_ms_median": round(1000 * median(turnarounds), 2),
         "turnaround_ms_p99": round(1000 * turnarounds[int(0.99 * len(turnarounds))], 2),
         "memory_kib_per_group": round((rss - before_rss) / groups / 1024, 2),
-        "driver_rss_gib": round(rss / GIB, 3),
+        "driver_rss_gib": round(rss / measuring.GIB, 3),
     }
 
 
@@ -106,9 +93,8 @@ def main() -> int:
         address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
         logging_level="ERROR",
     )  # fmt: skip
-    settings = ROOT / "configs" / "quickstart.yaml"
-    bench(8, 500, options.rate, settings)  # Ray's first calls cost more.
-    rows = [bench(workers, options.groups, options.rate, settings) for workers in options.workers]
+    bench(8, 500, options.rate)  # Ray's first calls cost more.
+    rows = [bench(workers, options.groups, options.rate) for workers in options.workers]
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for row in rows:
         print("| " + " | ".join(f"{value:g}" for value in row.values()) + " |")
@@ -118,8 +104,7 @@ def main() -> int:
         f"largest to smallest cost: {max(costs) / min(costs):.2f}; share of an iteration of "
         f"{options.iteration_groups} prompts and {options.iteration_s:g} s: {100 * share:.4f} %"
     )
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "iteration_share": share}, indent=1))
+    measuring.write_json(options.json, {"rows": rows, "iteration_share": share})
     ray.shutdown()
     return 0
 

@@ -16,11 +16,12 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from g2rpo_ray.config import config_from_dict, load_config, save_config
+import measuring
+from g2rpo_ray.config import save_config
 from g2rpo_ray.tracking.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
 PIPELINES = ("sync", "one_step_off")
+REWARDS = ("clip", "oracle")
 WARM_UP = 3
 """First iterations that are left out of the times."""
 
@@ -28,8 +29,7 @@ WARM_UP = 3
 def train(folder: Path, pipeline: str, seed: int, iterations: int, trained_steps: int) -> Path:
     """A run of its own process; gives its folder."""
     run_dir = folder / f"{pipeline}_{seed}"
-    config = load_config(
-        ROOT / "configs" / "quickstart.yaml",
+    config = measuring.quickstart(
         [
             f"run_dir={run_dir}",
             f"pipeline={pipeline}",
@@ -47,10 +47,10 @@ def train(folder: Path, pipeline: str, seed: int, iterations: int, trained_steps
             "tracking.tensorboard=false",
             "cluster.dashboard=false",
         ],
-    ).model_dump()
-    config["rewards"].pop("hps")
+        REWARDS,
+    )
     settings = folder / f"{run_dir.name}.yaml"
-    save_config(config_from_dict(config, source="bench_overlap"), settings)
+    save_config(config, settings)
     with (folder / f"{run_dir.name}.log").open("w") as log:
         subprocess.run(
             [sys.executable, "-m", "g2rpo_ray.cli", "train", str(settings)],
@@ -110,8 +110,7 @@ def main() -> int:
         "runs": found,
     }
     print(json.dumps({k: v for k, v in result.items() if k != "runs"}, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    measuring.write_json(options.json, result)
     return 0
 
 

@@ -12,14 +12,13 @@ beside the time.
 """
 
 import argparse
-import json
 import platform
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,10 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import Compose, Normalize, ToTensor
 
+import measuring
 from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures
-from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, HpsPreprocess
-
-TINY_FOLDER = "g2rpo_ray/tiny_world/assets/clip"
-PROMPTS = ("a red circle left of a green triangle", "a blue square above a yellow circle")
+from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, HpsPreprocess, to_device
+from g2rpo_ray.tiny_world import assets_dir
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,10 @@ class Scorer:
     one_picture: Callable[[Image.Image], Tensor]
     preprocess: Callable[[Tensor], Tensor]
 
+    def encode_text(self, device: torch.device, prompt: str) -> Tensor:
+        features: Tensor = self.model.encode_text(self.tokenizer([prompt]).to(device))[0]
+        return features
+
 
 def main() -> None:
     arguments = _arguments()
@@ -69,65 +71,44 @@ def main() -> None:
         raise SystemExit("no CUDA card; --tiny measures the quickstart's scorers on the CPU")
     if arguments.tiny:
         torch.set_num_threads(arguments.threads)
-        case = Case("local-dir:" + str(_tiny_folder()), 64, 24, 32, ("float32", "bfloat16"), device)
+        case = Case(
+            f"local-dir:{assets_dir() / 'clip'}", 64, 24, 32, ("float32", "bfloat16"), device
+        )
     else:
-        dtypes = tuple(arguments.dtypes.split(","))
         case = Case(
             arguments.architecture, arguments.side, arguments.pictures, arguments.batch_size,
-            dtypes, device,
+            tuple(arguments.dtypes.split(",")), device,
         )  # fmt: skip
     result = measure(case, arguments.repeats)
     print_table(result)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    measuring.write_json(arguments.json, result)
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Seconds of both ways for all pictures and both scorers, and how far their scores differ."""
-    pictures = make_pictures(case)
-    scorers = list(make_scorers(case))
+    pictures, scorers = make_pictures(case), list(make_scorers(case))
+    alone = partial(one_at_a_time, scorers, pictures, case.device)
     one_at_a_time(scorers, pictures[:4], case.device)
-    singles = [
-        timed(lambda: one_at_a_time(scorers, pictures, case.device), case.device)
-        for _ in range(repeats)
-    ]
+    singles = [measuring.timed(alone) for _ in range(repeats)]
     single_s, expected = min(seconds for seconds, _ in singles), singles[0][1]
-    rows, ratios = [], []
+    rows: list[dict[str, Any]] = []
     for dtype in case.dtypes:
-        asked = [
-            ClipFeatures(
-                scorer.model.to(DTYPES[dtype]).encode_image,
-                _text_encoder(scorer, case.device),
-                scorer.preprocess,
-                case.device,
-                DTYPES[dtype],
-            )
-            for scorer in scorers
-        ]
-        batched(asked, pictures, case.batch_size)
-        best_s = min(
-            timed(lambda: batched(asked, pictures, case.batch_size), case.device)[0]  # noqa: B023
-            for _ in range(repeats)
+        batched_s, preprocess_s, scores = time_batched(
+            case, DTYPES[dtype], scorers, pictures, repeats
         )
-        preprocess_s = min(_preprocess_seconds(scorers, pictures, case) for _ in range(repeats))
-        scores = batched(asked, pictures, case.batch_size)
-        ratios.append(single_s / best_s)
         rows.append(
             {
                 "dtype": dtype,
-                "batched_s": best_s,
+                "batched_s": batched_s,
                 "preprocess_s": preprocess_s,
-                "ratio": ratios[-1],
-                "ms_per_picture_and_scorer": 1e3 * best_s / len(pictures) / len(scorers),
+                "ratio": single_s / batched_s,
+                "ms_per_picture_and_scorer": 1e3 * batched_s / len(pictures) / len(scorers),
                 "max_abs_score_difference": float((scores - expected).abs().max()),
             }
         )
-        for scorer in scorers:
-            scorer.model.float()
+    on_cpu = f"cpu, {torch.get_num_threads()} threads"
     return {
-        "device": torch.cuda.get_device_name()
-        if case.device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
+        "device": on_cpu if case.device.type == "cpu" else measuring.card_name(case.device),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {
             "python": platform.python_version(),
@@ -141,8 +122,37 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         "one_at_a_time_s": single_s,
         "score_spread": [float(column.std()) for column in expected.unbind(dim=1)],
         "batched": rows,
-        "ratio": max(ratios),
+        "ratio": max(row["ratio"] for row in rows),
     }
+
+
+def time_batched(
+    case: Case, dtype: torch.dtype, scorers: list[Scorer], pictures: Tensor, repeats: int
+) -> tuple[float, float, Tensor]:
+    """Seconds of our way and of its preprocessing, and the scores, float32 ``[B, scorers]``."""
+    asked = [
+        ClipFeatures(
+            scorer.model.to(dtype).encode_image,
+            partial(scorer.encode_text, case.device),
+            scorer.preprocess,
+            case.device,
+            dtype,
+        )
+        for scorer in scorers
+    ]
+    score = partial(batched, asked, pictures, case.batch_size)
+    score()
+    runs = [measuring.timed(score) for _ in range(repeats)]
+
+    def preprocess() -> None:
+        for scorer in scorers:
+            for part in pictures.split(case.batch_size):
+                scorer.preprocess(to_device(part, case.device))
+
+    preprocess_s = min(measuring.timed(preprocess)[0] for _ in range(repeats))
+    for scorer in scorers:
+        scorer.model.float()
+    return min(seconds for seconds, _ in runs), preprocess_s, runs[-1][1]
 
 
 def make_pictures(case: Case) -> Tensor:
@@ -192,7 +202,7 @@ def one_at_a_time(scorers: list[Scorer], pictures: Tensor, device: torch.device)
     for row, picture in enumerate(pictures):
         for column, scorer in enumerate(scorers):
             image = scorer.one_picture(Image.fromarray(picture.numpy()))[None].to(device)
-            tokens = scorer.tokenizer([PROMPTS[0]]).to(device)
+            tokens = scorer.tokenizer([measuring.PROMPT]).to(device)
             with half:
                 image_features = scorer.model.encode_image(image, normalize=True)
                 text_features = scorer.model.encode_text(tokens, normalize=True)
@@ -205,24 +215,15 @@ def batched(scorers: list[ClipFeatures], pictures: Tensor, batch_size: int) -> T
 
     def score(scorer: ClipFeatures) -> Tensor:
         parts = pictures.split(batch_size)
-        return torch.cat([scorer.similarity(part, [PROMPTS[0]] * len(part)) for part in parts])
+        return torch.cat(
+            [scorer.similarity(part, [measuring.PROMPT] * len(part)) for part in parts]
+        )
 
     # PyTorch's number of threads belongs to the thread that sets it.
     with ThreadPoolExecutor(
         len(scorers), initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
     ) as servers:
         return torch.stack(list(servers.map(score, scorers)), dim=1)
-
-
-def timed(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Tensor]:
-    """Seconds until the device has finished, and the result."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started_s = time.perf_counter()
-    result = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started_s, result
 
 
 def print_table(result: dict[str, Any]) -> None:
@@ -247,30 +248,6 @@ def print_table(result: dict[str, Any]) -> None:
         )
     spreads = ", ".join(f"{spread:.1e}" for spread in result["score_spread"])
     print(f"\nStandard deviation of the scores over the pictures: {spreads}")
-
-
-def _text_encoder(scorer: Scorer, device: torch.device) -> Callable[[str], Tensor]:
-    def encode(prompt: str) -> Tensor:
-        features: Tensor = scorer.model.encode_text(scorer.tokenizer([prompt]).to(device))[0]
-        return features
-
-    return encode
-
-
-def _preprocess_seconds(scorers: list[Scorer], pictures: Tensor, case: Case) -> float:
-    from g2rpo_ray.rewards.scorers.preprocess import to_device
-
-    def run() -> Tensor:
-        for scorer in scorers:
-            for part in pictures.split(case.batch_size):
-                last = scorer.preprocess(to_device(part, case.device))
-        return last
-
-    return timed(run, case.device)[0]
-
-
-def _tiny_folder() -> Path:
-    return Path(__file__).parents[1] / TINY_FOLDER
 
 
 def _arguments() -> argparse.Namespace:

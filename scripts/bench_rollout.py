@@ -14,31 +14,26 @@ Ray: rollout workers, reward servers and pool as in a run. ``key=value`` overrid
 """
 
 import argparse
-import io
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import open_clip
 import ray
 import torch
-from bench_scale import PROMPT, QUICKSTART, SCORER, write_model_folder, write_scorer
 from PIL import Image
 from torch import Tensor
 
-from g2rpo_ray.config import Config, load_config
+import measuring
+from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import completion_indices, count_published_order
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
-from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import DTYPES, load_part
 from g2rpo_ray.models.vae import PictureDecoder
@@ -50,28 +45,10 @@ from g2rpo_ray.sampling.engine import RolloutEngine, schedule_of
 from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.training.roles import launch_rollout
 
-COMMON = [
-    "seed=0",
-    "iterations=1",
-    "model.random_weights=true",
-    "sampling.prompts_per_iteration=1",
-    "cluster.dashboard=false",
-    "cluster.start_timeout_s=300",
-    "learner.gpus_per_rank=0",
-]
-TRUE_SIZE = [
-    "model.dtype=bfloat16",
-    "prompts.max_sequence_length=512",
-    "sampling.height=720",
-    "sampling.width=720",
-    "sampling.steps=16",
+ON_ONE_CARD = [
     "sampling.members=12",
     "g2rpo.sde_steps=[0,1,2,3,4,5,6,7]",
     "g2rpo.granularities=[1,2]",
-    "rollout.batch_size=8",
-    "rollout.decode_batch_size=4",
-    "rollout.cpus_per_worker=2",
-    "rollout.threads=4",
     "rollout.gpus_per_worker=0.8",
 ]
 TINY = ["sampling.steps=8", "sampling.members=4", "g2rpo.sde_steps=[0,1]", "rollout.workers=1"]
@@ -87,7 +64,6 @@ VARIANTS = {
     ],
 }
 MATRIX_SIDE = {True: 1024, False: 8192}
-GIB = 2**30
 
 
 def main() -> int:
@@ -101,9 +77,7 @@ def main() -> int:
     parser.add_argument("--no-published", action="store_true", help="leave the comparison out")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args()
-    # Whoever watches a lent card must see how far it came, also through a pipe.
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)
+    measuring.show_lines()
     if not options.tiny and not torch.cuda.is_available():
         print("no CUDA card here; --tiny runs the same code on the CPU")
         return 1
@@ -124,23 +98,24 @@ def main() -> int:
 
 def make_config(scratch: Path, tiny: bool, overrides: list[str]) -> Config:
     """The quickstart's settings, turned into the benchmark's; two scorers, of ViT-H-14."""
-    settings = [*COMMON, *(TINY if tiny else TRUE_SIZE)]
-    settings += [f"model.path={write_model_folder(scratch / 'flux', tiny)}"]
+    settings = [
+        *measuring.RANDOM_WEIGHTS,
+        *(TINY if tiny else [*measuring.TRUE_SIZE, *ON_ONE_CARD]),
+        "sampling.prompts_per_iteration=1",
+        "learner.gpus_per_rank=0",
+        f"model.path={measuring.write_model_folder(scratch / 'flux', tiny)}",
+        f"run_dir={scratch / 'run'}",
+    ]
     if not tiny:
-        checkpoint = str(write_scorer(scratch / "scorer.pt"))
-        options = json.dumps(
-            {"checkpoint": checkpoint, "architecture": SCORER["true"], "dtype": "float16"}
-        )
+        options = measuring.write_scorer(scratch / "scorer.pt")
         for reward in ("hps", "clip"):
             settings += [
-                f"rewards.{reward}.options={options}",
+                f"rewards.{reward}.options={json.dumps(options)}",
                 f"rewards.{reward}.gpus_per_replica=0.1",
                 f"rewards.{reward}.threads=4",
             ]
-    config = load_config(QUICKSTART, [*settings, f"run_dir={scratch / 'run'}", *overrides])
     # The oracle knows only the tiny world's prompts.
-    kept = {name: config.rewards[name] for name in ("clip", "hps")}
-    return config.model_copy(update={"rewards": kept})
+    return measuring.quickstart([*settings, *overrides], ["clip", "hps"])
 
 
 @dataclass
@@ -155,7 +130,7 @@ class Results:
         size = policy_size(self.config)
         self.tflop_per_evaluation = size.evaluation.tflop
         self.content = {
-            "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "card": measuring.card_name(device_of(self.config)),
             "versions": {p: version(p) for p in ("torch", "ray", "diffusers", "open_clip_torch")},
             "settings": {
                 "picture": [self.config.sampling.height, self.config.sampling.width],
@@ -171,8 +146,8 @@ class Results:
     def add(self, values: dict[str, Any]) -> None:
         """Keep and show."""
         self.content |= values
-        print(json.dumps(values, indent=1), flush=True)
-        self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+        print(json.dumps(values, indent=1))
+        measuring.write_json(self.path, self.content)
 
     def summarise(self) -> None:
         """The ratio, and what several cards give."""
@@ -180,10 +155,10 @@ class Results:
         first = next(iter(engine.values()))
         values = {k: first[k] for k in ("engine_s_per_prompt", "evaluations")}
         if published := self.content.get("published_s_per_prompt"):
-            values["ratio"] = round(published / first["engine_s_per_prompt"], 3)
-            values["ratios"] = {
+            ratios = {
                 name: round(published / e["engine_s_per_prompt"], 3) for name, e in engine.items()
             }
+            values |= {"ratio": next(iter(ratios.values())), "ratios": ratios}
         values["efficiency"] = {
             name: round(e["pictures_per_s"] / first["pictures_per_s"] / e["cards"], 3)
             for name, e in engine.items()
@@ -193,9 +168,8 @@ class Results:
 
 def matrix_stage(results: Results, side: int) -> None:
     """Rate of a large square product: what the utilisation is relative to."""
-    device, dtype = device_of(results.config), DTYPES[results.config.model.dtype]
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
-    seconds = median_s(lambda: a @ b, repeats=10)
+    config = results.config
+    seconds = measuring.matrix_s(side, DTYPES[config.model.dtype], device_of(config))
     results.add({"matrix_tflop_per_s": round(2 * side**3 / seconds / 1e12, 3)})
 
 
@@ -224,13 +198,14 @@ def published_stage(results: Results, config: Config, sde_steps: list[int]) -> N
                 "ms_per_image_decoded_and_scored": per_image_s * 1e3,
                 "measured_evaluations": published.evaluations,
                 "measured_images": published.images,
-                "peak_gib": peak_gib(),
+                "peak_gib": round(torch.cuda.max_memory_allocated() / measuring.GIB, 2)
+                if torch.cuda.is_initialized()
+                else None,
             },
         }
     )
     del published
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 class PublishedOrder:
@@ -244,7 +219,7 @@ class PublishedOrder:
         self.scorers = [
             PublishedScorer(r.options["architecture"], self.device) for r in config.rewards.values()
         ]
-        self.embeds = random_embeds(config, self.device)
+        self.embeds = random_prompt(config, 0).embeds.to(self.device)
         self.sigmas = schedule_of(config.sampling, config.sampling.steps, self.policy.shape)
         self.reset()
 
@@ -272,24 +247,20 @@ class PublishedOrder:
         return x0
 
     def _evaluate(self, x: Tensor, index: int) -> Tensor:
-        started_s = now_s(self.device)
-        with torch.autocast(self.device.type, DTYPES[self.config.model.dtype], self._on_gpu):
+        started_s, dtype = measuring.now_s(), DTYPES[self.config.model.dtype]
+        with torch.autocast(self.device.type, dtype, self.device.type == "cuda"):
             v = self.policy(x, self.sigmas[index : index + 1].to(self.device), self.embeds)
-        self.evaluation_s += now_s(self.device) - started_s
+        self.evaluation_s += measuring.now_s() - started_s
         self.evaluations += 1
         return v
 
     def _picture(self, x0: Tensor) -> None:
-        started_s = now_s(self.device)
+        started_s = measuring.now_s()
         picture = Image.fromarray(self.decoder.decode(x0)[0].numpy())
         for scorer in self.scorers:
-            scorer.score(picture, PROMPT)
-        self.image_s += now_s(self.device) - started_s
+            scorer.score(picture, measuring.PROMPT)
+        self.image_s += measuring.now_s() - started_s
         self.images += 1
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.device.type == "cuda"
 
 
 class PublishedScorer:
@@ -321,12 +292,11 @@ def engine_stage(results: Results, config: Config, variant: str, cards: int) -> 
     config = config.model_copy(update={"rewards": rewards})
     compared = "published" in results.content and cards == 1 and variant == "exact"
     evaluation_s = batch_evaluation_s(config) if compared else None
-    print(f"{variant}, {cards} workers:", flush=True)
-    with launch_rollout(config, partial(print, flush=True)) as (_, pool):
+    print(f"{variant}, {cards} workers:")
+    with launch_rollout(config, print) as (_, pool):
         prompts = [ray.put(random_prompt(config, number)) for number in range(cards)]
-        started_s = time.perf_counter()
-        summaries, _ = pool.generate(prompts, 0, lambda *_: None)
-        wall_s = time.perf_counter() - started_s
+        draw = partial(pool.generate, prompts, 0, lambda *_: None)
+        wall_s, (summaries, _) = measuring.timed(draw)
     found = engine_values(results, summaries, wall_s, cards)
     if evaluation_s is not None:
         alone_s = found["evaluations"] * evaluation_s
@@ -361,13 +331,12 @@ def engine_values(
 def batch_evaluation_s(config: Config) -> float:
     """Seconds of one evaluation in a full batch, with nothing beside it."""
     engine = RolloutEngine(config, device_of(config))
-    rows, embeds = engine.batch_size, random_embeds(config, engine.device)
+    rows, embeds = engine.batch_size, random_prompt(config, 0).embeds.to(engine.device)
     x = torch.randn(rows, *engine.policy.shape.packed, device=engine.device)
     sigma = torch.full((rows,), 0.5, device=engine.device)
-    seconds = median_s(partial(engine.estimate, x, sigma, embeds), repeats=5) / rows
+    seconds = measuring.median_s(partial(engine.estimate, x, sigma, embeds), repeats=5) / rows
     del engine
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return seconds
 
 
@@ -380,43 +349,13 @@ def overridden(config: Config, overrides: list[str]) -> Config:
 
 def random_prompt(config: Config, number: int) -> Prompt:
     transformer = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
-    generator = torch.Generator().manual_seed(number)
     dtype, tokens = DTYPES[config.model.dtype], config.prompts.max_sequence_length
-    t5 = torch.randn(tokens, transformer["joint_attention_dim"], generator=generator)
-    pooled = torch.randn(transformer["pooled_projection_dim"], generator=generator)
-    return Prompt(number, f"{PROMPT} {number}", PromptEmbeds(t5.to(dtype), pooled.to(dtype)))
-
-
-def random_embeds(config: Config, device: torch.device) -> PromptEmbeds:
-    return random_prompt(config, 0).embeds.to(device)
+    embeds = measuring.random_embeds(transformer, tokens, dtype, seed=number)
+    return Prompt(number, f"{measuring.PROMPT} {number}", embeds)
 
 
 def device_of(config: Config) -> torch.device:
     return torch.device("cuda" if config.rollout.gpus_per_worker > 0 else "cpu")
-
-
-def now_s(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def median_s(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of ``run`` after one call to warm up."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run()
-    times = []
-    for _ in range(repeats):
-        started_s = now_s(device)
-        run()
-        times.append(now_s(device) - started_s)
-    return median(times)
-
-
-def peak_gib() -> float | None:
-    if not torch.cuda.is_available():
-        return None
-    return round(torch.cuda.max_memory_allocated() / GIB, 2)
 
 
 if __name__ == "__main__":

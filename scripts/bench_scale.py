@@ -15,9 +15,7 @@ overrides any setting. Every stage has a time limit, and the file is written aft
 
 import argparse
 import faulthandler
-import io
 import json
-import os
 import shutil
 import signal
 import sys
@@ -33,49 +31,27 @@ from typing import Any
 
 import ray
 import torch
-from torch import Tensor
 
-from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import Config, load_config
+import measuring
+from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.learner.worker import Learner
-from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
-from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE, policy_size
+from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.training.roles import Roles, launch
 
-GIB = 2**30
 GRACE_S = 20.0
-PROMPT = "a red circle left of a green triangle"
 STAGES = "sync,pass,iteration,checkpoint"
-QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 COMMON = [
-    "seed=0",
-    "iterations=1",
-    "model.random_weights=true",
     "sampling.prompts_per_iteration=2",
     "sampling.members=4",
     "g2rpo.sde_steps=[0,1]",
     "learner.learning_rate=1e-6",
-    "cluster.dashboard=false",
-    "cluster.start_timeout_s=300",
     "evaluation.prompts=1",
 ]
-TRUE_SIZE = [
-    "model.dtype=bfloat16",
-    "model.gradient_checkpointing=true",
-    "prompts.max_sequence_length=512",
-    "sampling.height=720",
-    "sampling.width=720",
-    "sampling.steps=16",
-    "rollout.batch_size=8",
-    "rollout.decode_batch_size=4",
-    "rollout.cpus_per_worker=2",
-    "rollout.threads=4",
-    "learner.threads=16",
-]
+TRUE_SIZE = ["model.gradient_checkpointing=true", "learner.threads=16"]
 ONE_CARD = [
     "model.lora={rank: 64, alpha: 128.0}",
     "rollout.workers=1",
@@ -103,7 +79,6 @@ FOUR_CARDS_SHARES = [
     # 12 B of fp32 state a parameter: 71 GB a rank do not fit beside its weights.
     "learner.offload_optimizer=true",
 ]
-SCORER = {"true": "ViT-H-14", "tiny": "local-dir:tiny_world:clip"}
 
 
 class StageTimeoutError(Exception):
@@ -120,12 +95,11 @@ class Results:
     @contextmanager
     def stage(self, name: str, limit_s: float) -> Iterator[dict[str, Any]]:
         """Time a stage, end it at its limit, and keep what it puts into the dictionary."""
-        print(f"{name} (at most {limit_s:g} s):", flush=True)
+        print(f"{name} (at most {limit_s:g} s):")
         found: dict[str, Any] = {}
         started_s = time.perf_counter()
-        end = threading.Timer(limit_s + GRACE_S, _give_up, [name])
-        end.daemon = True
-        end.start()
+        # Where the exception cannot be raised, the process ends.
+        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True)
         signal.signal(signal.SIGALRM, partial(_raise_timeout, name, limit_s))
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
@@ -135,32 +109,23 @@ class Results:
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            end.cancel()
+            faulthandler.cancel_dump_traceback_later()
             found["wall_s"] = round(time.perf_counter() - started_s, 3)
             self.content["stages"][name] = found
-            self.path.write_text(json.dumps(self.content, indent=1) + "\n")
+            measuring.write_json(self.path, self.content)
             for key, value in found.items():
-                text = (
-                    "\n    ".join(["", *value]) if key.startswith("profile") else json.dumps(value)
-                )
-                print(f"  {key}: {text}", flush=True)
+                print(f"  {key}: {json.dumps(value)}")
 
 
 def _raise_timeout(name: str, limit_s: float, *_: object) -> None:
     raise StageTimeoutError(f"{name} took longer than {limit_s:g} s")
 
 
-def _give_up(name: str) -> None:
-    print(f"{name}: does not end; the process does", flush=True)
-    faulthandler.dump_traceback()
-    os._exit(3)
-
-
 class Bench:
     """The stages of one setup."""
 
-    def __init__(self, config: Config, results: Results, stages: list[str], profile: bool) -> None:
-        self.config, self.results, self.stages, self.profile = config, results, stages, profile
+    def __init__(self, config: Config, results: Results, stages: list[str]) -> None:
+        self.config, self.results, self.stages = config, results, stages
         self.size = policy_size(config)
         name = learner_pass_name(config.model.lora is not None, config.model.gradient_checkpointing)
         self.pass_tflop = LEARNER_FORWARDS[name] * self.size.evaluation.tflop
@@ -185,11 +150,8 @@ class Bench:
     def sync(self, roles: Roles) -> None:
         """The first forms the group; the others are what a run pays in every iteration."""
         with self.results.stage("sync", 120) as found:
-            times = []
-            for _ in range(5):
-                started_s = time.perf_counter()
-                report = roles.sync()
-                times.append(time.perf_counter() - started_s)
+            times, reports = zip(*(measuring.timed(roles.sync) for _ in range(5)), strict=True)
+            report = reports[-1]
             # Not in the timed ones: looking every 2 ms takes the roles' interpreters from them.
             for number in range(2):
                 with self.host_memory(roles, found, f"host_mib of sync {number}"):
@@ -206,7 +168,7 @@ class Bench:
         for batch in (1, 4):
             with self.results.stage(f"learner pass, batch {batch}", 150) as found:
                 ranks = roles.learner.ranks
-                calls = [r.__ray_call__.remote(_time_passes, batch, self.profile) for r in ranks]
+                calls = [r.__ray_call__.remote(_time_passes, batch) for r in ranks]
                 answers = ray.get(calls)
                 found |= answers[0]
                 seconds = median(answers[0]["pass_s"])
@@ -221,7 +183,8 @@ class Bench:
         for number in range(2):
             with self.results.stage(f"iteration {number}", 240) as found:
                 count = self.config.sampling.prompts_per_iteration
-                prompts = [roles.encoder.encode.remote(n, f"{PROMPT} {n}") for n in range(count)]
+                texts = [f"{measuring.PROMPT} {n}" for n in range(count)]
+                prompts = [roles.encoder.encode.remote(n, text) for n, text in enumerate(texts)]
                 started_s = time.perf_counter()
                 summaries, groups = roles.pool.generate(prompts, number, lambda *_: None)
                 found["generate_s"] = _lap(started_s)
@@ -277,7 +240,7 @@ class Bench:
 
 
 def _note(started_s: float, text: str) -> None:
-    print(f"  {_lap(started_s):.1f} s: {text}", flush=True)
+    print(f"  {_lap(started_s):.1f} s: {text}")
 
 
 def _lap(started_s: float) -> float:
@@ -297,18 +260,17 @@ class _HostWatch(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.before = self.most = self.now()
+        self.before = self.most = _process_mib("RssAnon")
         self.ended = threading.Event()
-
-    @staticmethod
-    def now() -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        status = dict(line.split(":", 1) for line in lines)
-        return int(status["RssAnon"].split()[0]) / 2**10
 
     def run(self) -> None:
         while not self.ended.wait(0.002):
-            self.most = max(self.most, self.now())
+            self.most = max(self.most, _process_mib("RssAnon"))
+
+
+def _process_mib(key: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(dict(line.split(":", 1) for line in lines)[key].split()[0]) / 2**10
 
 
 def _begin_watch(role: Any) -> None:
@@ -328,132 +290,59 @@ def _end_watch(role: Any) -> dict[str, float]:
 
 def _memory(_role: object) -> dict[str, float]:
     """Runs inside a role."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    found = {"host_peak": int(status["VmHWM"].split()[0]) * 1024 / GIB}
+    found = {"host_peak": _process_mib("VmHWM") / 2**10}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        found["allocated_peak"] = torch.cuda.max_memory_allocated() / GIB
-        found["reserved_peak"] = torch.cuda.max_memory_reserved() / GIB
-        found["whole_card_now"] = (total - free) / GIB
+        found["allocated_peak"] = torch.cuda.max_memory_allocated() / measuring.GIB
+        found["reserved_peak"] = torch.cuda.max_memory_reserved() / measuring.GIB
+        found["whole_card_now"] = (total - free) / measuring.GIB
         torch.cuda.reset_peak_memory_stats()
     return {key: round(value, 2) for key, value in found.items()}
 
 
-def _time_passes(learner: Learner, batch: int, profile: bool) -> dict[str, Any]:
+def _time_passes(learner: Learner, batch: int) -> dict[str, Any]:
     """Runs inside a learner rank."""
-    engine, device, repeats = learner.engine, learner.device, 5
-    shape, config = engine.policy.shape, engine.policy.transformer.config
+    engine, device = learner.engine, learner.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     text_tokens = learner.config.prompts.max_sequence_length
-    embeds = PromptEmbeds(
-        torch.randn(text_tokens, config.joint_attention_dim, device=device, dtype=dtype),
-        torch.randn(config.pooled_projection_dim, device=device, dtype=dtype),
-    )
-    x = torch.randn(batch, *shape.packed, device=device)
+    embeds = measuring.random_embeds(engine.policy.transformer.config, text_tokens, dtype)
+    x = torch.randn(batch, *engine.policy.shape.packed, device=device)
     sigma = torch.full((batch,), 0.5, device=device)
+    predict = partial(engine, x, sigma, embeds.to(device))
 
-    def predict() -> Tensor:
-        return engine(x, sigma, embeds)
+    def differentiate(last: bool = False) -> None:
+        engine.backward(predict().square().mean(), last=last)
 
-    def differentiate() -> None:
-        engine.backward(predict().square().mean(), last=False)
-
-    @torch.no_grad()
-    def evaluate() -> None:
-        predict()
+    def seconds(run: Callable[[], object]) -> list[float]:
+        return [round(measuring.timed(run)[0], 5) for _ in range(7)][2:]
 
     side = 8192 if device.type == "cuda" else 512
-    matrix = torch.randn(side, side, device=device).to(dtype)
-    matrix_s = median(_times(partial(torch.matmul, matrix, matrix), 20))
+    matrix_s = measuring.matrix_s(side, dtype, device, repeats=20)
     found: dict[str, Any] = {"matrix": round(2e-12 * side**3 / matrix_s, 2)}
-    found["evaluation_s"] = _times(evaluate, repeats)
-    found["pass_s"] = _times(differentiate, repeats)
-    if profile:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
-            differentiate()
-        averages = profiler.key_averages()
-        orders = ("self_cpu_time_total", "self_device_time_total")
-        for order in orders[: len(activities)]:
-            found[f"profile by {order}"] = averages.table(sort_by=order, row_limit=20).splitlines()
+    found["evaluation_s"] = seconds(torch.no_grad()(predict))
+    found["pass_s"] = seconds(differentiate)
     # Ends the accumulation; a run steps after its last pass, too.
-    engine.backward(predict().square().mean(), last=True)
-    started_s = time.perf_counter()
-    engine.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    found["step_s"] = time.perf_counter() - started_s
+    differentiate(last=True)
+    found["step_s"] = measuring.timed(engine.step)[0]
     return found
-
-
-def _times(run: Callable[[], object], repeats: int) -> list[float]:
-    times = []
-    for _ in range(repeats + 2):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        started_s = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(round(time.perf_counter() - started_s, 5))
-    return times[2:]
-
-
-def write_model_folder(folder: Path, tiny: bool) -> Path:
-    """A model folder of FLUX.1-dev's sizes: its architecture, and text encoders of one layer.
-
-    Weights of transformer and VAE are not in it (``model.random_weights``).
-    """
-    shutil.copytree(resolve_path("tiny_world:flux"), folder)
-    if tiny:
-        return folder
-    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
-
-    for part, config in (("transformer", FLUX1_DEV_TRANSFORMER), ("vae", FLUX1_DEV_VAE)):
-        file = folder / part / "config.json"
-        kept = {k: v for k, v in json.loads(file.read_text()).items() if k.startswith("_")}
-        file.write_text(json.dumps(kept | config, indent=1))
-    t5 = T5Config.from_pretrained(folder / "text_encoder_2")
-    t5.update({"d_model": FLUX1_DEV_TRANSFORMER["joint_attention_dim"]})
-    T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
-    clip = CLIPTextConfig.from_pretrained(folder / "text_encoder")
-    clip.update({"hidden_size": FLUX1_DEV_TRANSFORMER["pooled_projection_dim"]})
-    CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
-    return folder
-
-
-def write_scorer(path: Path) -> Path:
-    """An HPS checkpoint of ViT-H-14 with random weights."""
-    import open_clip
-
-    model = open_clip.create_model(SCORER["true"], load_weights=False)
-    torch.save({"state_dict": model.half().state_dict()}, path)
-    return path
 
 
 def make_config(options: argparse.Namespace, scratch: Path) -> tuple[Config, list[str]]:
     """The quickstart's settings, turned into the setup's."""
-    model = write_model_folder(scratch / "flux", options.tiny)
+    model = measuring.write_model_folder(scratch / "flux", options.tiny)
     if options.heads is not None:
-        file = model / "transformer" / "config.json"
-        architecture = json.loads(file.read_text()) | {"num_attention_heads": options.heads}
-        file.write_text(json.dumps(architecture, indent=1))
+        architecture = model / "transformer" / "config.json"
+        measuring.change_json(architecture, {"num_attention_heads": options.heads})
     one_card = options.setup == "one_card"
-    overrides = COMMON + (ONE_CARD if one_card else FOUR_CARDS)
+    overrides = measuring.RANDOM_WEIGHTS + COMMON + (ONE_CARD if one_card else FOUR_CARDS)
     if not options.tiny:
-        overrides += TRUE_SIZE + (ONE_CARD_SHARES if one_card else FOUR_CARDS_SHARES)
-    if not options.tiny:
-        checkpoint = write_scorer(scratch / "hps.pt")
-        scorer = {
-            "checkpoint": str(checkpoint), "architecture": SCORER["true"], "dtype": "float16",
-        }  # fmt: skip
+        overrides += measuring.TRUE_SIZE + TRUE_SIZE
+        overrides += ONE_CARD_SHARES if one_card else FOUR_CARDS_SHARES
+        scorer = measuring.write_scorer(scratch / "hps.pt")
         overrides += [f"rewards.hps.options={json.dumps(scorer)}"]
     overrides += [f"model.path={model}", f"run_dir={scratch / 'run'}", *options.overrides]
-    config = load_config(QUICKSTART, overrides)
     # One reward is enough, and the others know only the tiny world's prompts.
-    return config.model_copy(update={"rewards": {"hps": config.rewards["hps"]}}), overrides
+    return measuring.quickstart(overrides, ["hps"]), overrides
 
 
 def main() -> int:
@@ -464,26 +353,20 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="the quickstart's size, on CPUs")
     parser.add_argument("--heads", type=int, help="attention heads: a wider network")
     parser.add_argument("--stages", default=STAGES, help=f"some of {STAGES}, in any order")
-    parser.add_argument("--profile", action="store_true", help="what a learner pass is made of")
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints (a temporary one)")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args()
-    # Whoever watches a lent card must see how far it came, also through a pipe.
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)
-
+    measuring.show_lines()
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        print("writing the model folder", flush=True)
+        print("writing the model folder")
         config, overrides = make_config(options, Path(scratch))
         results = Results(options.json, options.setup, overrides)
-        results.content["torch"] = torch.__version__
-        results.content["card"] = (
-            torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        )
+        card = measuring.card_name(torch.device("cpu" if options.tiny else "cuda"))
+        results.content |= {"torch": torch.__version__, "card": card}
         try:
-            Bench(config, results, options.stages.split(","), options.profile).run()
+            Bench(config, results, options.stages.split(",")).run()
         except Exception as error:  # noqa: BLE001  (a stage's failure is a result, too)
-            print(f"failed: {type(error).__name__}: {error}", flush=True)
+            print(f"failed: {type(error).__name__}: {error}")
             return 1
     print("all stages done")
     return 0

@@ -19,7 +19,7 @@ import torch
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
 from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
-from g2rpo_ray.tiny_world.training.scorers import (
+from tiny_world.scorers import (
     CLIP,
     fit_aesthetic_head,
     scorer_options,

@@ -3,10 +3,11 @@
 
     python scripts/build_tiny_world.py --out g2rpo_ray/tiny_world/assets --seed 0 --device cuda
 
-takes a few minutes on one H100 and hours on a CPU, so the assets are shipped. The stages build on
-each other's files, so one stage can be repeated with `--only`; `--quick` runs a few steps of each
-to show that everything works. The weaker FLUX that the HPS stage needs is kept beside DIR in
-DIR_work and is not part of the assets.
+takes a few minutes on one H100 and hours on a CPU, so the assets are shipped. Architectures are
+read from the shipped files; weights are trained from nothing. The stages build on each other's
+files, so one stage can be repeated with `--only`; `--quick` runs a few steps of each to show that
+everything works. The weaker FLUX that the HPS stage needs is kept beside DIR in DIR_work and is not
+part of the assets.
 """
 
 import argparse
@@ -20,19 +21,22 @@ from pathlib import Path
 
 import torch
 
+import measuring
 from g2rpo_ray.tiny_world.scene import split_captions
-from g2rpo_ray.tiny_world.training.autoencoder import AutoencoderEffort, train_autoencoder
-from g2rpo_ray.tiny_world.training.flux import FluxEffort, load_flux, load_weak_flux, train_flux
-from g2rpo_ray.tiny_world.training.measure import (
+from tiny_world.autoencoder import AutoencoderEffort, train_autoencoder
+from tiny_world.flux import FluxEffort, load_flux, load_weak_flux, train_flux
+from tiny_world.measure import (
     Figures,
     measure_autoencoder,
     measure_flux,
     measure_rewards,
 )
-from g2rpo_ray.tiny_world.training.rewards import Painters, RewardEffort, train_clip, train_hps
+from tiny_world.rewards import Painters, RewardEffort, train_clip, train_hps
 
 STAGES = ("prompts", "vae", "flux", "clip", "hps", "measure")
 SIZE_LIMIT_MB = 16.0
+README = Path(__file__).parent / "tiny_world" / "assets_readme.md"
+"""What the assets' README is made from."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ QUICK = Effort(
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    measuring.show_lines()
     device = torch.device(options.device)
     effort = QUICK if options.quick else FULL
     stages = options.only or STAGES
@@ -85,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         start = time.monotonic()
         figures |= _run_stage(stage, options, effort, device)
         if stage not in ("prompts", "measure"):
-            trained_on = f"{_device_name(device)} with torch {torch.__version__}"
+            trained_on = f"{measuring.card_name(device)} with torch {torch.__version__}"
         seconds[stage] = round(time.monotonic() - start, 1)
         print(f"{stage}: {seconds[stage]} s")
     for name, value in figures.items():
@@ -101,8 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     notes.write_text(json.dumps(result))
     if "measure" in stages:
         (options.out / "README.md").write_text(_readme(options, result))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    measuring.write_json(options.json, result)
     total = sum(result["sizes_mb"].values())
     if total > SIZE_LIMIT_MB:
         sys.exit(f"{options.out} holds {total:.1f} MB; at most {SIZE_LIMIT_MB} MB may be shipped")
@@ -163,10 +166,6 @@ def _work(out: Path) -> Path:
     return work
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-
-
 def _sizes_mb(out: Path) -> dict[str, float]:
     """Megabytes (10^6 bytes) of each part of the assets."""
     parts = [part for part in sorted(out.iterdir()) if part.is_dir()]
@@ -185,43 +184,14 @@ def _readme(options: argparse.Namespace, result: dict) -> str:
     sizes = ", ".join(f"{name} {size} MB" for name, size in result["sizes_mb"].items())
     training = {name: result["seconds"].get(name) for name in ("vae", "flux", "clip", "hps")}
     seconds = ", ".join(f"{name} {value}" for name, value in training.items())
-    return f"""# The models of the tiny world
-
-Small models of the real classes in the real file layouts, trained from nothing on pictures that
-`g2rpo_ray.tiny_world.scene` draws: two coloured shapes on a pale ground, 64 x 64 pixels, and
-captions such as "a red circle left of a blue square". No outside data went into them.
-
-| folder | what it is | how to open it |
-| --- | --- | --- |
-| `flux/` | a small FLUX with VAE, CLIP and T5; trained too little on purpose \
-| `diffusers.FluxPipeline`, 64 x 64, `max_sequence_length=10` |
-| `clip/` | CLIP reward model | `open_clip.create_model_and_transforms("local-dir:...")` |
-| `hps/` | the same, fine-tuned on preferences as HPS-v2.1 is \
-| architecture as `clip/`, weights `HPS_tiny.pt["state_dict"]` |
-| `prompts/` | 1,632 captions to train on, 288 held out | one caption a line |
-
-The guidance input was random (1 to 6) in training and carries no meaning; draw with 3.5.
-All models saw all captions; "held out" is for the reinforcement learning alone. No model was
-trained with the oracle: it made the figures below, and from such figures the number of FLUX's
-training steps was chosen.
-
-Made on {datetime.date.today().isoformat()} on {result["trained_on"]}:
-
-    {shlex.join(command)}
-
-| measured | |
-| --- | --- |
-{chr(10).join(rows)}
-
-Oracle: share of pictures that show their caption; generated ones are of held-out captions. AUC: how
-often a picture that shows its caption scores above one that does not. Best of n: the oracle on the
-picture that the reward likes best of n. Scores are cosines.
-
-Sizes: {sizes}.
-Training seconds: {seconds}.
-
-Licence: Apache-2.0, as the rest of this repository.
-"""
+    return README.read_text().format(
+        date=datetime.date.today().isoformat(),
+        trained_on=result["trained_on"],
+        command=shlex.join(command),
+        figures="\n".join(rows),
+        sizes=sizes,
+        seconds=seconds,
+    )
 
 
 if __name__ == "__main__":

@@ -18,21 +18,30 @@ import math
 import multiprocessing
 import os
 import platform
-import socket
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from g2rpo_ray.rewards.scorer import RewardScorer
+import measuring
+from g2rpo_ray.config import Config
+from g2rpo_ray.learner.engine import LearnerEngine
+from g2rpo_ray.learner.update import Assignment, update_on_groups
+from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.models.weights import load_weights
+from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
+from g2rpo_ray.rewards.registry import make_scorer
+from g2rpo_ray.rewards.scorer import RewardScorer
+from g2rpo_ray.rollout.worker import RolloutWorker
 
-ROOT = Path(__file__).parents[1]
 TUNING_SEED = 1000
 WINDOW = 1 / 3
 """Share of a budget, at its end, over which a run's rewards are averaged."""
@@ -91,76 +100,79 @@ class Result:
 
 def train(job: Job) -> Result:
     """Run one job in this process, until all of its budgets are spent."""
-    import torch
-
-    from g2rpo_ray.config import load_config
-    from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
-    from g2rpo_ray.learner.update import Assignment, update_on_groups
-    from g2rpo_ray.models.flux import load_policy
-    from g2rpo_ray.models.text import TextEncoder
-    from g2rpo_ray.models.weights import load_weights
-    from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
-    from g2rpo_ray.rewards.registry import make_scorer
-    from g2rpo_ray.rollout.worker import RolloutWorker
-
-    config = load_config(ROOT / "configs" / "quickstart.yaml", _settings(job))
-    scorers = {n: make_scorer(r.kind, r.options, "cpu") for n, r in config.rewards.items()}
-    worker = RolloutWorker(config, LocalScoring(scorers))
-    join_process_group(0, 1, "127.0.0.1", _free_port(), timeout_s=600)
-    engine = LearnerEngine(load_policy(config), config.learner)
-    encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
-
-    def prompt(number: int, text: str) -> Prompt:
-        return Prompt(number, text, encoder.encode(text))
-
-    texts = read_config_prompts(config, config.prompts.train)
-    heldout = [
-        prompt(number, text)
-        for number, text in evenly(
-            list(enumerate(read_config_prompts(config, config.prompts.heldout))),
-            config.evaluation.prompts,
-        )
-    ]
-    per_iteration = config.sampling.prompts_per_iteration
-    order = PromptOrder(len(texts), config.seed, per_iteration)
-    points = [Point(0, 0, 0.0, _heldout_means(worker, heldout))]
+    training = Training(measuring.quickstart(_settings(job)))
+    points = [Point(0, 0, 0.0, training.heldout_means())]
     iteration = evaluations = 0
     train_s = first_ratio = 0.0
     while (
         iteration < job.max_iterations or evaluations < job.max_evaluations or train_s < job.max_s
     ):
-        started_s = time.perf_counter()
-        rollouts = [
-            worker.rollout(
-                prompt(number, texts[number]), iteration * per_iteration + slot, iteration
-            )
-            for slot, number in enumerate(order.batch(iteration))
+        seconds, (spent, ratio) = measuring.timed(partial(training.iterate, iteration))
+        iteration, evaluations, train_s = iteration + 1, evaluations + spent, train_s + seconds
+        first_ratio = max(first_ratio, ratio)
+        if iteration % job.every == 0:
+            points.append(Point(iteration, evaluations, train_s, training.heldout_means()))
+            print(_line(job, points[-1]), flush=True)
+    return Result(job, points, first_ratio)
+
+
+class Training:
+    """What a run's roles do, in one process."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.worker = config, local_worker(config)
+        measuring.join_alone(self.worker.device)
+        self.engine = LearnerEngine(load_policy(config), config.learner)
+        self.encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
+        self.texts = read_config_prompts(config, config.prompts.train)
+        self.order = PromptOrder(
+            len(self.texts), config.seed, config.sampling.prompts_per_iteration
+        )
+        heldout = list(enumerate(read_config_prompts(config, config.prompts.heldout)))
+        self.heldout = [self.prompt(*each) for each in evenly(heldout, config.evaluation.prompts)]
+
+    def prompt(self, number: int, text: str) -> Prompt:
+        return Prompt(number, text, self.encoder.encode(text))
+
+    def iterate(self, iteration: int) -> tuple[int, float]:
+        """Evaluations of the rollout, and the largest |Δlog p| before the first update."""
+        count = self.config.sampling.prompts_per_iteration
+        groups = [
+            self.worker.rollout(
+                self.prompt(number, self.texts[number]), iteration * count + slot, iteration
+            )[1]
+            for slot, number in enumerate(self.order.batch(iteration))
         ]
         report = update_on_groups(
-            engine,
-            [Assignment(group, 1.0) for _, group in rollouts],
-            config=config,
-            prompts=per_iteration,
+            self.engine,
+            [Assignment(group, 1.0) for group in groups],
+            config=self.config,
+            prompts=count,
             ranks=1,
             device=torch.device("cpu"),
         )
-        load_weights(worker.policy, engine.weights())
-        iteration += 1
-        evaluations += sum(group.evaluations for _, group in rollouts)
-        train_s += time.perf_counter() - started_s
+        load_weights(self.worker.policy, self.engine.weights())
         first = [r.health.max_abs_log_ratio for r in report.records if r.update == 0]
-        first_ratio = max(first_ratio, *first)
-        if iteration % job.every == 0:
-            means = _heldout_means(worker, heldout)
-            points.append(Point(iteration, evaluations, train_s, means))
-            print(_line(job, points[-1]), flush=True)
-    return Result(job, points, first_ratio)
+        return sum(group.evaluations for group in groups), max(first)
+
+    def heldout_means(self) -> dict[str, float]:
+        results = [self.worker.evaluate(prompt) for prompt in self.heldout]
+        return {
+            name: fmean(float(score) for result in results for score in result.scores[name])
+            for name in results[0].scores
+        }
+
+
+def local_worker(config: Config) -> RolloutWorker:
+    """A rollout worker with its scorers in this process."""
+    scorers = {n: make_scorer(r.kind, r.options, "cpu") for n, r in config.rewards.items()}
+    return RolloutWorker(config, LocalScoring(scorers))
 
 
 class LocalScoring:
     """The reward servers' place in one process."""
 
-    def __init__(self, scorers: "dict[str, RewardScorer]") -> None:
+    def __init__(self, scorers: dict[str, RewardScorer]) -> None:
         self._scorers = scorers
         self.names = sorted(scorers)
 
@@ -168,7 +180,7 @@ class LocalScoring:
         self,
         prompt_id: int,  # noqa: ARG002
         prompt: str,
-        pictures: Any,
+        pictures: Tensor,
         names: list[str],
     ) -> "LocalScores":
         count = [prompt] * len(pictures)
@@ -179,21 +191,13 @@ class LocalScoring:
 class LocalScores:
     """Scores that are there already."""
 
-    scores: dict[str, Any]
+    scores: dict[str, Tensor]
     failures: list[str] = field(default_factory=list)
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Tensor]:
         return self.scores
-
-
-def _heldout_means(worker: Any, heldout: Sequence[Any]) -> dict[str, float]:
-    results = [worker.evaluate(prompt) for prompt in heldout]
-    return {
-        name: fmean(float(score) for result in results for score in result.scores[name])
-        for name in results[0].scores
-    }
 
 
 def _settings(job: Job) -> list[str]:
@@ -207,13 +211,6 @@ def _settings(job: Job) -> list[str]:
     ]
 
 
-def trained_names() -> list[str]:
-    """Rewards that the quickstart trains on."""
-    from g2rpo_ray.config import load_config
-
-    return list(load_config(ROOT / "configs" / "quickstart.yaml").trained_rewards)
-
-
 def run_all(jobs: Sequence[Job], processes: int, keep: Path | None = None) -> list[Result]:
     """Run jobs side by side, each in a fresh process: DeepSpeed knows one group a process.
 
@@ -224,8 +221,7 @@ def run_all(jobs: Sequence[Job], processes: int, keep: Path | None = None) -> li
     with context.Pool(processes, maxtasksperchild=1) as pool:
         for result in pool.imap_unordered(train, jobs, chunksize=1):
             results.append(result)
-            if keep is not None:
-                keep.write_text(json.dumps({"runs": [asdict(r) for r in results]}, indent=1))
+            measuring.write_json(keep, {"runs": [asdict(r) for r in results]})
     return sorted(results, key=lambda result: jobs.index(result.job))
 
 
@@ -250,7 +246,7 @@ def tune(
 
 def _trained_gain(result: Result) -> float:
     # The mean of the last half of a run: single measurements are noisy.
-    names = trained_names()
+    names = measuring.quickstart([]).trained_rewards
     late = result.points[-(len(result.points) // 2) :]
     start = result.points[0].rewards
     return fmean(point.rewards[n] - start[n] for point in late for n in names)
@@ -369,22 +365,12 @@ def plot(results: Sequence[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def _largest(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
 def _line(job: Job, point: Point) -> str:
     rewards = "  ".join(f"{name} {value:.3f}" for name, value in point.rewards.items())
     return (
         f"{job.row:<16} seed {job.seed} lr {job.learning_rate:g}  iteration {point.iteration:>4}  "
         f"{point.evaluations:>7,} evaluations  {point.train_s:5.0f} s  {rewards}"
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -399,9 +385,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-4])
     parser.add_argument("--tuning", type=Path, help="file of each row's learning rate")
     parser.add_argument("--tuning-evaluations", type=int, default=22_000, help="budget of tuning")
-    parser.add_argument(
-        "--runs", type=Path, help="train nothing: tables and plot of an earlier --json"
-    )
+    parser.add_argument("--runs", type=Path, help="an earlier --json to show; nothing is trained")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument("--json", type=Path, help="write everything that was measured")
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
@@ -420,38 +404,58 @@ def main() -> int:
         row="",
         seed=0,
         learning_rate=0.0,
-        max_iterations=1,
-        max_evaluations=options.tuning_evaluations,
-        max_s=0.0,
+        max_iterations=options.iterations,
+        max_evaluations=options.evaluations,
+        max_s=options.seconds,
         every=options.every,
         overrides=[f"evaluation.prompts={options.heldout}"],
     )
-    rates = dict.fromkeys(options.rows, options.learning_rates[0])
-    if options.tuning is not None and options.tuning.exists():
-        rates = json.loads(options.tuning.read_text())
-    elif options.tuning is not None:
-        rates = tune(options.rows, options.learning_rates, template, options.processes)
-        options.tuning.write_text(json.dumps(rates, indent=1))
+    rates = learning_rates(options, template)
     jobs = [
-        replace(
-            template,
-            row=row,
-            learning_rate=rates[row],
-            seed=seed,
-            max_iterations=options.iterations,
-            max_evaluations=options.evaluations,
-            max_s=options.seconds,
-        )
+        replace(template, row=row, learning_rate=rates[row], seed=seed)
         for row in options.rows
         for seed in options.seeds
     ]
     if not jobs:
         return 0
     if options.runs:
-        stored = json.loads(options.runs.read_text())["runs"]
-        results = [Result.from_dict(tree) for tree in stored]
+        results = [Result.from_dict(run) for run in json.loads(options.runs.read_text())["runs"]]
     else:
         results = run_all(jobs, options.processes, options.json)
+    try:
+        report = make_report(results, options)
+    except ValueError as error:
+        print(f"no tables: {error}; give a larger budget, or a smaller --every", file=sys.stderr)
+        return 2
+    text = "\n".join(markdown_tables(report))
+    print(text)
+    print(f"max |Δlog p| before the first update: {report['first_max_abs_log_ratio']}")
+    measuring.write_json(options.json, report)
+    if options.plot:
+        plot(results, options.plot)
+    if options.markdown:
+        options.markdown.write_text(text)
+    return 0
+
+
+def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, float]:
+    """Of each row; where they are to be tuned, from the file, which is written if need be."""
+    if options.tuning is None:
+        return dict.fromkeys(options.rows, options.learning_rates[0])
+    if not options.tuning.exists():
+        spent = {"max_iterations": 1, "max_evaluations": options.tuning_evaluations, "max_s": 0.0}
+        job = replace(template, **spent)
+        rates = tune(options.rows, options.learning_rates, job, options.processes)
+        measuring.write_json(options.tuning, rates)
+    return dict(json.loads(options.tuning.read_text()))
+
+
+def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[str, Any]:
+    """What was measured, with a table for each budget.
+
+    Raises:
+        ValueError: a run was not measured where a table is to be read.
+    """
     asked = {
         "iteration": options.iterations,
         "evaluations": options.evaluations,
@@ -462,12 +466,11 @@ def main() -> int:
         budget: min(limit, *(getattr(result.points[-1], budget) for result in results))
         for budget, limit in asked.items()
     }
-    try:
-        tables = {budget: table(results, budget, limit) for budget, limit in budgets.items()}
-    except ValueError as error:
-        print(f"no tables: {error}; give a larger budget, or a smaller --every", file=sys.stderr)
-        return 2
-    report = {
+    ratios: dict[str, list[float]] = {row: [] for row in options.rows}
+    for result in results:
+        if result.first_max_abs_log_ratio is not None and result.job.row in ratios:
+            ratios[result.job.row].append(result.first_max_abs_log_ratio)
+    return {
         "machine": {"cpu_count": os.cpu_count(), "python": platform.python_version()},
         "command": " ".join(sys.argv),
         "budgets": budgets,
@@ -475,23 +478,10 @@ def main() -> int:
             name: fmean(result.points[0].rewards[name] for result in results)
             for name in results[0].points[0].rewards
         },
-        "first_max_abs_log_ratio": {
-            row: _largest(r.first_max_abs_log_ratio for r in results if r.job.row == row)
-            for row in options.rows
-        },
-        "tables": tables,
+        "first_max_abs_log_ratio": {row: max(found, default=None) for row, found in ratios.items()},
+        "tables": {budget: table(results, budget, limit) for budget, limit in budgets.items()},
         "runs": [asdict(result) for result in results],
     }
-    text = "\n".join(markdown_tables(report))
-    print(text)
-    print(f"max |Δlog p| before the first update: {report['first_max_abs_log_ratio']}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
-    if options.plot:
-        plot(results, options.plot)
-    if options.markdown:
-        options.markdown.write_text(text)
-    return 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -31,10 +31,10 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from g2rpo_ray.config import Config, config_from_dict, load_config, save_config
+import measuring
+from g2rpo_ray.config import Config, save_config
 from g2rpo_ray.tracking.metrics import read_metrics
 
-ROOT = Path(__file__).parents[1]
 KINDS = {
     "worker_kill": 42,
     "worker_freeze": 9,
@@ -78,21 +78,16 @@ SETTINGS = [
     "weight_sync.timeout_s=10",
     "cluster.dashboard=false",
     "cluster.start_timeout_s=120",
+    "rewards.clip.cpus_per_replica=0.25",
+    "rewards.clip.timeout_s=60",
+    "rewards.clip.health_timeout_s=12",
 ]
 
 
 def soak_config(run_dir: Path, address: str, iterations: int) -> Config:
     """The quickstart, made as small as it gets."""
     overrides = [f"run_dir={run_dir}", f"cluster.address={address}", f"iterations={iterations}"]
-    config = load_config(ROOT / "configs" / "quickstart.yaml", [*SETTINGS, *overrides])
-    tree = config.model_dump()
-    reward = tree["rewards"]["clip"] | {
-        "cpus_per_replica": 0.25,
-        "timeout_s": 60.0,
-        "health_timeout_s": 12.0,
-    }
-    tree["rewards"] = {"clip": reward}
-    return config_from_dict(tree, source="soak")
+    return measuring.quickstart([*SETTINGS, *overrides], ["clip"])
 
 
 @dataclass
@@ -105,41 +100,45 @@ class Fault:
     """From the fault until an iteration that began after it was on record."""
 
 
-@dataclass
 class Nodes:
     """A head and a second raylet on this machine."""
 
-    cluster: Cluster = field(
-        default_factory=lambda: Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": CPUS, "include_dashboard": False},
-        )
-    )
-    second: Any = None
+    def __init__(self) -> None:
+        head = {"num_cpus": CPUS, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.add_second()
 
     def add_second(self) -> None:
-        self.second = self.cluster.add_node(num_cpus=CPUS)
+        self.second: Any = self.cluster.add_node(num_cpus=CPUS)
 
     def kill_second(self) -> None:
         """Power loss: raylet, its agents and all its workers at once."""
-        raylet = self.second.all_processes["raylet"][0].process.pid
-        victims = [psutil.Process(raylet), *psutil.Process(raylet).children(recursive=True)]
-        for process in victims:
+        for process in processes_of(self.second):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self.cluster.remove_node(self.second, allow_graceful=False)
 
+    def processes(self) -> list[psutil.Process]:
+        """Both raylets and all that they have started."""
+        return [*processes_of(self.cluster.head_node), *processes_of(self.second)]
+
     def workers(self, title: str) -> list[psutil.Process]:
         """Processes of a role, by Ray's title for them."""
         found = []
-        for node in [self.cluster.head_node, self.second]:
+        for process in self.processes():
             with suppress(psutil.NoSuchProcess):
-                raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-                for process in raylet.children(recursive=True):
-                    with suppress(psutil.NoSuchProcess):
-                        if " ".join(process.cmdline()).startswith(title):
-                            found.append(process)
+                if " ".join(process.cmdline()).startswith(title):
+                    found.append(process)
         return found
+
+
+def processes_of(node: Any) -> list[psutil.Process]:
+    """A node's raylet and its descendants; none where Ray's own handler of SIGTERM has ended it."""
+    for raylet in node.all_processes.get("raylet", []):
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(raylet.process.pid)
+            return [process, *process.children(recursive=True)]
+    return []
 
 
 class Driver:
@@ -159,7 +158,7 @@ class Driver:
                 [sys.executable, "-m", "g2rpo_ray.cli", "train", f"{self.run_dir.name}.yaml",
                  "--resume", "auto", *overrides],
                 cwd=self.folder,
-                env=environment | {"PYTHONPATH": str(ROOT)},
+                env=environment | {"PYTHONPATH": str(measuring.ROOT)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -219,21 +218,11 @@ class Soak:
             )
 
     def plan(self, count: int) -> list[str]:
-        """As many faults of each kind as their shares say, shuffled."""
-        kinds = [kind for kind, share in KINDS.items() for _ in range(share)]
-        self.chance.shuffle(kinds)
-        some_of_each = list(KINDS)
-        self.chance.shuffle(some_of_each)
-        rest = Counter(kinds) - Counter(some_of_each)
-        plan = [*some_of_each, *(k for k in self.shuffled(rest))]
-        while len(plan) < count:
-            plan += kinds
-        return plan[:count]
-
-    def shuffled(self, counts: Counter[str]) -> list[str]:
-        kinds = sorted(counts.elements())
-        self.chance.shuffle(kinds)
-        return kinds
+        """One fault of each kind, then as many of each as their shares say, shuffled."""
+        some_of_each = self.chance.sample(list(KINDS), len(KINDS))
+        rest = [kind for kind, share in KINDS.items() for _ in range(share - 1)]
+        plan = [*some_of_each, *self.chance.sample(rest, len(rest))]
+        return [plan[place % len(plan)] for place in range(count)]
 
     def inject(self, kind: str, driver: Driver) -> str:
         role, _, deed = kind.partition("_")
@@ -271,6 +260,22 @@ class Soak:
             driver.start()
         return driver.iterations() > iteration
 
+    def report(self) -> dict[str, Any]:
+        """The faults, what they cost, and how often the driver died of them."""
+        recovery: dict[str, list[float]] = {}
+        for fault in sorted(self.faults, key=lambda fault: fault.kind):
+            recovery.setdefault(fault.kind, []).append(fault.recovery_s or 0.0)
+        return {
+            "faults": len(self.faults),
+            "faults_by_kind": {kind: len(seconds) for kind, seconds in recovery.items()},
+            "recovery_s": {
+                kind: {"median": round(median(seconds), 1), "max": round(max(seconds), 1)}
+                for kind, seconds in recovery.items()
+            },
+            "driver_deaths": sum(cause != "raylet_kill" for cause in self.driver_deaths),
+            "driver_deaths_after": dict(sorted(Counter(self.driver_deaths).items())),
+        }
+
 
 def wait_for(condition: Callable[[], bool], limit_s: float, what: str) -> None:
     deadline_s = time.monotonic() + limit_s
@@ -290,16 +295,15 @@ def stop(driver: Driver) -> dict[str, float]:
 
 def groups_of(run_dir: Path, iterations: int, expected: int) -> dict[str, int]:
     """Groups that are missing from the record, and those counted twice."""
-    lost = doubled = 0
-    by_iteration: dict[int, list[int]] = {}
+    trained = Counter[int]()
     for record in read_metrics(run_dir):
         if record["kind"] == "train":
-            by_iteration.setdefault(record["iteration"], []).append(record["groups/trained"])
-    for iteration in range(1, iterations + 1):
-        trained = sum(by_iteration.get(iteration, []))
-        lost += max(0, expected - trained)
-        doubled += max(0, trained - expected)
-    return {"groups_lost": lost, "groups_doubled": doubled}
+            trained[record["iteration"]] += record["groups/trained"]
+    more = [trained[iteration] - expected for iteration in range(1, iterations + 1)]
+    return {
+        "groups_lost": sum(max(0, -difference) for difference in more),
+        "groups_doubled": sum(max(0, difference) for difference in more),
+    }
 
 
 def left_at_last(nodes: Nodes, address: str) -> dict[str, list[str]]:
@@ -363,7 +367,6 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
     started_s = time.monotonic()
     shared_before = shared_memory()
     nodes = Nodes()
-    nodes.add_second()
     address = nodes.cluster.address
     soak = Soak(folder, nodes, seed, address)
     drivers: list[Driver] = []
@@ -386,44 +389,21 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
     finally:
         for one in drivers:
             one.kill()
-        # None where SIGTERM came: Ray's own handler has ended them.
-        ours = [
-            raylet.process.pid
-            for node in (nodes.cluster.head_node, nodes.second)
-            for raylet in node.all_processes.get("raylet", [])
-        ]
-        children = [
-            child for pid in ours if psutil.pid_exists(pid)
-            for child in psutil.Process(pid).children(recursive=True)
-        ]  # fmt: skip
+        children = nodes.processes()
         nodes.cluster.shutdown()
     _, alive = psutil.wait_procs(children, timeout=30)
     leaks["processes_after_shutdown"] = [str(process) for process in alive]
     new = shared_memory() - shared_before
     leaks["shared_memory"] = sorted(new - held_by_living(new))
-    expected = 2  # prompts an iteration x one SDE step
-    recovery: dict[str, list[float]] = {}
-    for fault in soak.faults:
-        recovery.setdefault(fault.kind, []).append(fault.recovery_s or 0.0)
     return {
-        "faults": len(soak.faults),
-        "faults_by_kind": dict(sorted(Counter(fault.kind for fault in soak.faults).items())),
+        **soak.report(),
         "checksum_equal": disturbed["weights_checksum"] == reference["weights_checksum"],
         "checksum": disturbed["weights_checksum"],
         "evaluations_equal": disturbed["evaluations"] == reference["evaluations"],
         "iterations": iterations,
-        **groups_of(driver.run_dir, iterations, expected),
-        "recovery_s": {
-            kind: {
-                "median": round(median(seconds), 1),
-                "max": round(max(seconds), 1),
-            }
-            for kind, seconds in sorted(recovery.items())
-        },
+        **groups_of(driver.run_dir, iterations, expected=2),  # two prompts, one SDE step
         "sigterm": stopped,
         "driver_lives": driver.lives,
-        "driver_deaths": sum(cause != "raylet_kill" for cause in soak.driver_deaths),
-        "driver_deaths_after": dict(sorted(Counter(soak.driver_deaths).items())),
         "leaks": leaks,
         "leaked": sum(len(found) for found in leaks.values()),
         "disturbed_s": round(disturbed_s, 1),
@@ -451,8 +431,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     result = run(options.faults, options.seed, folder.resolve(), options.limit_s)
     print(json.dumps(result, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    measuring.write_json(options.json, result)
     good = (
         result["checksum_equal"]
         and result["groups_lost"] == result["groups_doubled"] == 0

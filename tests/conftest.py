@@ -7,6 +7,8 @@ import pytest
 import ray
 import torch
 
+from g2rpo_ray.cluster.connect import worker_environment
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests are the same code at true size; without a card they are skipped."""
@@ -29,7 +31,14 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A private Ray on this machine; CPUs are only numbers to it."""
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    """A private Ray on this machine; CPUs are only numbers to it, and it has no GPU."""
+    ray.init(
+        address="local",
+        num_cpus=8,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": worker_environment(())},
+    )
     yield
     ray.shutdown()

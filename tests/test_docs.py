@@ -73,4 +73,32 @@ def test_every_scorer_and_every_model_stands_in_the_docs() -> None:
     assert [kind for kind in SCORERS if f"| `{kind}` |" not in rewards] == []
     assert [name for name in CATALOGUE if f"`{name}`" not in data] == []
     # And none that is not known.
-    assert set(re.findall(r"models/([\w.-]+)", rewards + data)) <= CATALOGUE.keys()
+    assert set(re.findall(r"(?<!g2rpo_ray/)models/([\w.-]+)", rewards + data)) <= CATALOGUE.keys()
+
+
+FILES = [
+    str(path)
+    for root in ("g2rpo_ray", "cluster", "scripts", "tests")
+    for path in (PROJECT / root).rglob("*.*")
+]
+FOREIGN = {"stage3.py", "stage_1_and_2.py"}
+"""Files of DeepSpeed's."""
+PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+SOURCES = [*PAGES, *sorted((PROJECT / "g2rpo_ray").rglob("*.py"))]
+
+
+def test_every_file_of_code_that_a_text_names_is_there() -> None:
+    gone = []
+    for source in SOURCES:
+        text = source.read_text()
+        named = set(re.findall(r"`([\w/]+\.(?:py|sh|sbatch))\b", text))
+        named |= {
+            module.replace(".", "/") + ".py"
+            for module in re.findall(r"python -m (g2rpo_ray[\w.]*\w)", text)
+        }
+        gone += [
+            f"{source.name}: {name}"
+            for name in sorted(named - FOREIGN)
+            if not any(file.endswith(f"/{name}") for file in FILES)
+        ]
+    assert "\n".join(gone) == ""

@@ -1,4 +1,4 @@
-"""How a rollout is made: one file for each way to draw, all giving the same Draw."""
+"""How a prompt is drawn: one file an algorithm, G2RPO and the baselines, all giving a ``Draw``."""
 
 from g2rpo_ray.algorithms.base import Draw, Strategy
 from g2rpo_ray.algorithms.flow_grpo import DanceGrpoStrategy, FlowGrpoStrategy

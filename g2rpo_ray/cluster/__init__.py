@@ -1,1 +1,1 @@
-"""The Ray cluster of a run: reaching it, what it has, room in it, what can go wrong there."""
+"""A Ray cluster: reaching it, what it has, room in it, deadlines, what its nodes said last."""

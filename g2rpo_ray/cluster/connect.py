@@ -13,12 +13,13 @@ from ray.job_config import JobConfig
 
 from g2rpo_ray.cluster.demand import ClusterError
 from g2rpo_ray.cluster.placement import POLL_S
+from g2rpo_ray.common.device import HIDE_CARDS
 from g2rpo_ray.common.secrets import looks_secret
 from g2rpo_ray.config import ClusterSection
 
 # Workers get only these and `cluster.environment`: a whole environment in runtime_env breaks Ray's
 # agent, and Ray shows runtime environments in its dashboard and logs.
-WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | HIDE_CARDS
 
 HEAD_TRIES, HEAD_TRY_S = 10, 3.0
 """A head that is just starting gets this many tries."""
@@ -87,6 +88,14 @@ def _check_head(address: str) -> None:
     )
 
 
+def free_address(_actor: object = None) -> tuple[str, int]:
+    """Address of this node and a free port on it; runs on any actor through ``__ray_call__``."""
+    address = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return address, probe.getsockname()[1]
+
+
 def worker_environment(allowed: Sequence[str]) -> dict[str, str]:
     """Environment of every worker: ours, and what ``cluster.environment`` lets through.
 
@@ -105,4 +114,4 @@ def worker_environment(allowed: Sequence[str]) -> dict[str, str]:
                 "what it passes on in its dashboard and logs. Set it in the nodes' own environment "
                 "(Kubernetes secret, Slurm's job environment) instead"
             )
-    return WORKER_ENVIRONMENT | passed
+    return WORKER_ENVIRONMENT | passed | HIDE_CARDS

@@ -7,7 +7,7 @@ FACTOR = 5.0
 HISTORY = 31
 
 
-class Patience:
+class LearnedDeadline:
     """``FACTOR`` times the median of the last ``HISTORY`` durations, kept between two bounds.
 
     Args:
@@ -20,7 +20,7 @@ class Patience:
         self._floor_s = min(floor_s, limit_s)
         self._seconds: deque[float] = deque(maxlen=HISTORY)
         self.deadline_s = limit_s
-        """Seconds after which it counts as hanging."""
+        """Seconds after which a task counts as hanging."""
 
     def record(self, seconds: float) -> None:
         """Learn from one that ended well."""

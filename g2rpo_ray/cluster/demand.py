@@ -1,5 +1,6 @@
 """What a run asks of a Ray cluster, what the cluster has, and what is missing."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -113,33 +114,35 @@ def shortage(demands: Sequence[Demand], nodes: Sequence[Node], which: str = "tot
     Args:
         which: ``total`` resources of the nodes, or those that are ``free`` now.
     """
+    word = "" if which == "total" else " free"
+    if which == "total":
+        nodes = [replace(node, free=node.total) for node in nodes]
     return (
-        _too_few(demands, nodes, which)
-        or _no_node_for_one(demands, nodes, which)
-        or _no_packing(demands, nodes, which)
+        _too_few(demands, nodes, word)
+        or _no_node_for_one(demands, nodes, word)
+        or _no_packing(demands, nodes)
     )
 
 
-def _too_few(demands: Sequence[Demand], nodes: Sequence[Node], which: str) -> list[str]:
+def _too_few(demands: Sequence[Demand], nodes: Sequence[Node], word: str) -> list[str]:
     reasons = []
     for kind in KINDS:
         wanted = sum(demand.total(kind) for demand in demands)
-        has = sum(getattr(node, which).get(kind, 0.0) for node in nodes)
+        has = sum(node.free.get(kind, 0.0) for node in nodes)
         if wanted > has + _ROUNDING:
             parts = ", ".join(
                 f"{d.setting}={d.count} asks for {d.total(kind):g}"
                 for d in demands
                 if d.total(kind)
             )
-            free = "" if which == "total" else " free"
             reasons.append(
-                f"the run wants {wanted:g} {kind} and the cluster has {has:g}{free}: {parts}. Use "
+                f"the run wants {wanted:g} {kind} and the cluster has {has:g}{word}: {parts}. Use "
                 f"fewer, ask for less with {kind.lower()}s_per_..., or take a larger cluster"
             )
     return reasons
 
 
-def _no_node_for_one(demands: Sequence[Demand], nodes: Sequence[Node], which: str) -> list[str]:
+def _no_node_for_one(demands: Sequence[Demand], nodes: Sequence[Node], word: str) -> list[str]:
     reasons = []
     for demand in demands:
         labelled = [node for node in nodes if selects(demand.label_selector, node.labels)]
@@ -156,37 +159,36 @@ def _no_node_for_one(demands: Sequence[Demand], nodes: Sequence[Node], which: st
                 f"cluster: {', '.join(known) or 'none'}. Correct it, or start a node with that "
                 "label (ray start --labels)"
             )
-        elif not any(_fits(demand.per_process, getattr(node, which)) for node in labelled):
-            rooms = "; ".join(f"{n.address} {_short(getattr(n, which))}" for n in labelled)
+        elif not any(_fits(demand.per_process, node.free) for node in labelled):
             reasons.append(
                 f"{demand.setting}: one process asks for {_short(demand.per_process)} on one node, "
-                f"and no node has that much{'' if which == 'total' else ' free'}: {rooms}"
+                f"and no node has that much{word}: {_rooms(labelled)}"
             )
     return reasons
 
 
-def _no_packing(demands: Sequence[Demand], nodes: Sequence[Node], which: str) -> list[str]:
+def _no_packing(demands: Sequence[Demand], nodes: Sequence[Node]) -> list[str]:
     # First fit, largest first: a hint for people; Ray's own packing decides.
-    left = [_Room(getattr(node, which)) for node in nodes]
-    unplaced: dict[str, int] = {}
-    by_size = sorted(
+    left = [(node, _Room(node.free)) for node in nodes]
+    unplaced: Counter[str] = Counter()
+    for demand in sorted(
         demands, key=lambda d: (d.per_process.get("GPU", 0), d.per_process["CPU"]), reverse=True
-    )
-    for demand in by_size:
+    ):
+        fitting = [room for node, room in left if selects(demand.label_selector, node.labels)]
         for _ in range(demand.count):
-            for node, room in zip(nodes, left, strict=True):
-                if selects(demand.label_selector, node.labels) and room.take(demand.per_process):
-                    break
-            else:
-                unplaced[demand.setting] = unplaced.get(demand.setting, 0) + 1
+            if not any(room.take(demand.per_process) for room in fitting):
+                unplaced[demand.setting] += 1
     if not unplaced:
         return []
     parts = ", ".join(f"{count} of {setting}" for setting, count in unplaced.items())
-    rooms = "; ".join(f"{n.address} {_short(getattr(n, which))}" for n in nodes)
     return [
-        f"together the nodes have enough, but no node has room for {parts}: {rooms}. Choose sizes "
-        "or label selectors that divide the nodes"
+        f"together the nodes have enough, but no node has room for {parts}: {_rooms(nodes)}. "
+        "Choose sizes or label selectors that divide the nodes"
     ]
+
+
+def _rooms(nodes: Sequence[Node]) -> str:
+    return "; ".join(f"{node.address} {_short(node.free)}" for node in nodes)
 
 
 class _Room:

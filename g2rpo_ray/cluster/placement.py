@@ -12,10 +12,10 @@ from g2rpo_ray.config import Config
 FIRST_LINE_S, WAIT_LINE_S = 5.0, 30.0
 """A line says what is waited for after so long, and then this often."""
 POLL_S = 1.0
-Note = Callable[[str], None]
+Tell = Callable[[str], None]
 
 
-def wait_for_nodes(config: Config, note: Note) -> None:
+def wait_for_nodes(config: Config, tell: Tell) -> None:
     """Return when the cluster has ``cluster.min_nodes`` living nodes.
 
     Raises:
@@ -27,7 +27,7 @@ def wait_for_nodes(config: Config, note: Note) -> None:
         return ", ".join(node.address for node in living_nodes())
 
     def line(waited_s: float) -> None:
-        note(f"waiting for nodes, {waited_s:.0f} of {timeout_s:g} s: there are {addresses()}")
+        tell(f"waiting for nodes, {waited_s:.0f} of {timeout_s:g} s: there are {addresses()}")
 
     if not _until(lambda: len(living_nodes()) >= wanted, timeout_s, line):
         raise ClusterError(
@@ -39,7 +39,7 @@ def wait_for_nodes(config: Config, note: Note) -> None:
 
 @contextmanager
 def placed(
-    demands: Sequence[Demand], others: Sequence[Demand], timeout_s: float, note: Note
+    demands: Sequence[Demand], others: Sequence[Demand], timeout_s: float, tell: Tell
 ) -> Iterator[PlacementGroup | None]:
     """Room for the demands in one placement group, a bundle a process; None without demands.
 
@@ -63,7 +63,7 @@ def placed(
     def line(waited_s: float) -> None:
         nodes = living_nodes()
         reasons = shortage(everything, nodes) or ["others use it"]
-        note(
+        tell(
             f"waiting for room, {waited_s:.0f} of {timeout_s:g} s: "
             f"{overview(everything, nodes)}; {' '.join(reasons)}"
         )

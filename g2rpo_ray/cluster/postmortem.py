@@ -43,6 +43,18 @@ def own_place(_actor: object = None) -> Place:
     )
 
 
+def error_of(ref: ray.ObjectRef) -> Exception | None:
+    """Why a call that ended failed, in the callee's own words; None where it gave an answer."""
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        cause: Exception = error.cause
+        return cause
+    except ray.exceptions.RayError as error:
+        return error
+    return None
+
+
 def first_line(error: BaseException) -> str:
     """What an error of Ray's says, without its stack of details."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -1,1 +1,1 @@
-"""One file for each ``g2rpo COMMAND``: its options and its words. Other rooms do the work."""
+"""One file for each ``g2rpo COMMAND``: its options and its words."""

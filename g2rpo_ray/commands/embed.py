@@ -26,13 +26,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=count, metavar="N", help="keep N, evenly spaced")
     parser.add_argument("--workers", type=count, default=1, metavar="N", help="encoders (1)")
     parser.add_argument("--cpus-per-worker", type=float, default=1.0, metavar="N", help="(1)")
-    parser.add_argument("--gpus-per-worker", type=float, default=0.0, metavar="N", help="(0)")
+    parser.add_argument(
+        "--gpus-per-worker", type=float, default=0.0, metavar="N", help="(0: on the CPU)"
+    )
     parser.add_argument("--shard-size", type=count, default=64, metavar="N", help="prompts (64)")
 
 
 def run(options: argparse.Namespace) -> None:
-    from g2rpo_ray.prompts.embed import EmbedOptions, embed
     from g2rpo_ray.prompts.selection import Selection
+    from g2rpo_ray.training.embed import EmbedOptions, embed
 
     selection = Selection(
         dedup=options.dedup,

@@ -9,6 +9,11 @@ HELP = "compare weights on held-out prompts"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compare weights on held-out prompts, by default with the run's own "
+        "rollout.gpus_per_worker, prompts.encoder_gpus and rewards.NAME.gpus_per_replica; 0 is the "
+        "CPU. To choose, add rollout.gpus_per_worker=0 and so on."
+    )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run with the settings")
     parser.add_argument(
         "--checkpoint",

@@ -9,6 +9,7 @@ HELP = "write a run's weights in diffusers' formats"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a run's weights in diffusers' formats, always on the CPU."
     add_run(parser, "last|best|PATH", "its best, or one checkpoint's folder")
     parser.add_argument("--to", type=Path, required=True, help="new folder to write")
     parser.add_argument(
@@ -29,4 +30,4 @@ def run(options: argparse.Namespace) -> None:
         max_shard_size=options.max_shard_size,
     )
     form = export(read_run_config(options), asked, options.to)
-    print(f"{form}, read back and compared: {options.to}")
+    print(f"{form}, made on the CPU, read back and compared: {options.to}")

@@ -9,6 +9,10 @@ HELP = "draw pictures with the weights of a run"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Draw pictures in this process: on a GPU, or on the CPU if the run's "
+        "rollout.gpus_per_worker is 0. To choose, add rollout.gpus_per_worker=0 or =1."
+    )
     add_run(
         parser,
         "last|best|base|PATH",

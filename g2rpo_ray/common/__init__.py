@@ -1,1 +1,1 @@
-"""Ground: errors, logs, paths, the base of settings, text files; knows no other room."""
+"""The ground of every room: errors, logs, paths, the base of settings, text files."""

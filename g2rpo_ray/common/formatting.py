@@ -4,9 +4,9 @@ NOTHING = "–"
 """Stands where there is no number."""
 
 
-def format_score(score: float | None) -> str:
-    """A reward with four digits after the point."""
-    return NOTHING if score is None else f"{score:.4f}"
+def format_score(score: float | None, digits: int = 4) -> str:
+    """A reward with so many digits after the point."""
+    return NOTHING if score is None else f"{score:.{digits}f}"
 
 
 def format_change(before: float | None, after: float | None) -> str:

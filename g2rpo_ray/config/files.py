@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.common.section import ConfigError, problems
-from g2rpo_ray.common.text_files import replace_text
 from g2rpo_ray.config.run import Config
 
 

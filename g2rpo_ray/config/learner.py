@@ -48,8 +48,8 @@ class LearnerSection(Section):
     cpus_per_rank: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a rank."""
     gpus_per_rank: Gpus = 1.0
-    """GPUs (or a fraction of one) that Ray reserves for a rank; with several ranks more than half
-    of one, because NCCL takes no two ranks on one card."""
+    """GPUs (or a fraction of one) that Ray reserves for a rank; 0 computes on the CPU. With several
+    ranks more than half of one, because NCCL takes no two ranks on one card."""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
     ``in(x, y)``."""

@@ -23,7 +23,7 @@ class RolloutSection(Section):
     cpus_per_worker: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a worker."""
     gpus_per_worker: Gpus = 1.0
-    """GPUs (or a fraction of one) that Ray reserves for a worker."""
+    """GPUs (or a fraction of one) that Ray reserves for a worker; 0 computes on the CPU."""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
     ``in(x, y)``."""

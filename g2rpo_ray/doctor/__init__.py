@@ -1,1 +1,1 @@
-"""``g2rpo doctor``: what a cluster is like, what is wrong with it, and what to do about it."""
+"""``g2rpo doctor``: what is wrong with a cluster, and what to do about it; one file a check."""

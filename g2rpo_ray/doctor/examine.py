@@ -44,7 +44,7 @@ def _examine_cluster(
     nodes = {name_of(node): node for node in living_nodes()}
     findings = [
         ok("cluster", f"{'a private Ray' if private else 'Ray'} with {len(nodes)} nodes"),
-        *check_authentication(private),
+        check_authentication(private),
     ]
     if config:
         findings += check_room(config, list(nodes.values()))
@@ -62,10 +62,11 @@ def _examine_cluster(
     findings += check_versions(facts)
     findings += check_hardware(nodes, facts)
     findings += check_limits(facts)
+    dashboard_url = ray._private.worker.global_worker.node.webui_url
     checks: list[Callable[[], list[Finding]]] = [
         lambda: check_clock(probes),
         lambda: check_network([nodes[name] for name in probes]),
-        lambda: check_services(_dashboard_url(), cluster.dashboard or not private),
+        lambda: check_services(dashboard_url, cluster.dashboard or not private),
     ]
     if config:
         checks += [lambda: check_storage(config, probes), lambda: check_models(config, probes)]
@@ -76,7 +77,3 @@ def _examine_cluster(
             cause = str(error).strip().splitlines()[-1]
             findings.append(fail("nodes", f"a node left meanwhile: {cause}", "see its raylet.out"))
     return findings
-
-
-def _dashboard_url() -> str | None:
-    return ray._private.worker.global_worker.node.webui_url

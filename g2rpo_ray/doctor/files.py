@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from g2rpo_ray.common.files import sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.catalogue import reward_paths
@@ -58,7 +59,7 @@ def _wrong_sums(folder: Path) -> list[str]:
             file = sums.parent / name.lstrip(" *")
             if not file.is_file():
                 problems.append(f"{file}: named in {sums}, but missing")
-            elif _full_digest(file) != expected:
+            elif sha256_of_file(file) != expected:
                 problems.append(f"{file}: its checksum is not the one in {sums}")
     return problems
 
@@ -83,8 +84,3 @@ def _sampled_digest(file: Path) -> str:
         stream.seek(max(0, size - SAMPLE_BYTES))
         digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
-
-
-def _full_digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

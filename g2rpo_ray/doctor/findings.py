@@ -41,6 +41,11 @@ def fail(check: str, what: str, remedy: str) -> Finding:
     return Finding(check, Level.FAIL, what, remedy)
 
 
+def warn_if(low: bool, check: str, what: str, remedy: str) -> Finding:
+    """A warning with its remedy, or the same fact as an OK."""
+    return warn(check, what, remedy) if low else ok(check, what)
+
+
 def worst(findings: Sequence[Finding]) -> Level:
     return max((finding.level for finding in findings), default=Level.OK)
 

@@ -1,1 +1,1 @@
-"""Judging weights: pictures from fixed seeds, every reward, intervals, differences, a gallery."""
+"""``g2rpo evaluate``: weights compared on held-out prompts: draw, statistics, table, gallery."""

@@ -16,7 +16,7 @@ from g2rpo_ray.models.weights import receipt, trainable_parameters
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.run.weights import weights_in
-from g2rpo_ray.weight_sync import ObjectStoreSync
+from g2rpo_ray.weight_sync import StoredWeights
 
 PROMPTS_PER_WORKER = 8
 """Prompts drawn between two writes to the folder: what a kill can lose."""
@@ -106,9 +106,9 @@ class Drawing:
             return
         tensors = base_weights(self.config) if wanted is None else weights_in(self.config, wanted)
         self._version += 1
-        expected, reference = ray.put(receipt(self._version, tensors)), ray.put(tensors)
-        transport, version = ObjectStoreSync(self.config.weight_sync.timeout_s), self._version
-        self.pool.sync(lambda receivers: transport.send(expected, reference, receivers, version))
+        references = ray.put(receipt(self._version, tensors)), ray.put(tensors)
+        timeout_s = self.config.weight_sync.timeout_s
+        self.pool.sync(StoredWeights(self._version, *references, timeout_s).send)
         self._held = weights
 
     def _waiting(self, _done: int, _total: int) -> None:

@@ -1,8 +1,9 @@
-"""``g2rpo evaluate``: any number of weights, step counts and rewards on the same prompts."""
+"""Any number of weights, step counts and rewards on the same prompts."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.draw import Drawing
@@ -70,11 +71,20 @@ def _draw(
             print(f"{done} of {total} (row, prompt) drawn", flush=True)
             shown = done
 
+    print(f"evaluating on: {_devices(config)}", flush=True)
     with (
         StopSignal("what is drawn stays; the same command goes on from there") as stop,
         launch_rollout(config, print) as (encoder, pool),
     ):
         Drawing(config, encoder, pool, records, on_progress).run(rows, prompts)
+
+
+def _devices(config: Config) -> str:
+    gpus = {
+        "rollout.gpus_per_worker": config.rollout.gpus_per_worker,
+        "prompts.encoder_gpus": config.prompts.encoder_gpus,
+    } | {f"rewards.{n}.gpus_per_replica": r.gpus_per_replica for n, r in config.rewards.items()}
+    return ", ".join(describe_device(amount, setting) for setting, amount in gpus.items())
 
 
 def _write(config: Config, records: Records, rows: Sequence[Row]) -> list[TableRow]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from g2rpo_ray.common.text_files import replace_text
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.evaluation.rows import EvaluationError, Row
 from g2rpo_ray.evaluation.statistics import Floats
 from g2rpo_ray.rollout.answers import HeldoutPictures
@@ -101,13 +101,9 @@ class Records:
             for _, record in sorted(self.of_row(row.name).items())
             for number, file in enumerate(record.files)
         ]  # fmt: skip
-        types = {
-            "row": pa.string(), "weights": pa.string(), "steps": pa.int32(),
-            "hybrid": pa.float64(), "prompt_id": pa.int32(), "prompt": pa.string(),
-            "picture": pa.int32(), "file": pa.string(),
-        } | dict.fromkeys(rewards, pa.float64())  # fmt: skip
         path = self.folder / "scores.parquet"
-        pq.write_table(pa.Table.from_pylist(lines, pa.schema(types.items())), path)
+        texts, counts = ("row", "weights", "prompt", "file"), ("steps", "prompt_id", "picture")
+        write_rows(path, lines, texts, counts)
         return path
 
     def _is_whole(self, record: Record) -> bool:
@@ -156,6 +152,15 @@ class Records:
                     f"{self._log}, line {number}: not readable: {error}; remove the line to have "
                     "it drawn again"
                 ) from error
+
+
+def write_rows(
+    path: Path, rows: Sequence[dict[str, Any]], texts: Sequence[str], counts: Sequence[str]
+) -> None:
+    """A parquet file of equal rows; what is neither a text nor a count is a float64."""
+    types = dict.fromkeys(texts, pa.string()) | dict.fromkeys(counts, pa.int32())
+    schema = pa.schema([(name, types.get(name, pa.float64())) for name in rows[0]])
+    pq.write_table(pa.Table.from_pylist(rows, schema), path)
 
 
 def _plain(values: np.ndarray) -> list[float | None]:

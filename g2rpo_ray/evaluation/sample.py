@@ -1,5 +1,6 @@
 """Drawing pictures with trained or published weights, in this process, without Ray."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from g2rpo_ray.common.device import describe_device, role_device
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.conditioning import PromptEmbeds
@@ -43,7 +45,9 @@ class SampleOptions:
 
 
 def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
-    """Draw by ODE with ``evaluation.steps`` and save PNG files.
+    """Draw by ODE with ``evaluation.steps`` and save PNG files, where the run's workers draw.
+
+    That is on a card, or with ``rollout.gpus_per_worker`` 0 on the CPU.
 
     Returns:
         Paths, ``<prompt number>_<picture number>.png``, in the order of prompts.
@@ -51,13 +55,17 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
     Raises:
         SampleError: ``trained_steps`` is not among the steps, ``folder`` cannot be written, or
             latents are not finite.
+        DeviceError: a card is asked for, and there is none.
         ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
             be used.
     """
     switch = _switch(config, options)
     check_model_folder(config.model)
     _make_writable(folder)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus, setting = config.rollout.gpus_per_worker, "rollout.gpus_per_worker"
+    device = role_device(gpus, setting)
+    # Beside the paths, which scripts read.
+    print(f"drawing on: {describe_device(gpus, setting)}", file=sys.stderr, flush=True)
     source = load_source(config, options.checkpoint, options.average)
     source.policy.to(device)
     embeds = _encode(config, options.prompts, device)

@@ -5,11 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from g2rpo_ray.common.formatting import NOTHING
-from g2rpo_ray.evaluation.records import Records
+from g2rpo_ray.evaluation.records import Records, write_rows
 from g2rpo_ray.evaluation.rows import Row
 from g2rpo_ray.evaluation.statistics import (
     CONFIDENCE,
@@ -94,13 +92,7 @@ def write_table_parquet(table: Sequence[TableRow], path: Path) -> None:
                 }
             )  # fmt: skip
     texts, counts = ("row", "weights", "training", "score"), ("steps", "prompts")
-    schema = pa.schema(
-        {
-            name: pa.string() if name in texts else pa.int32() if name in counts else pa.float64()
-            for name in lines[0]
-        }.items()
-    )
-    pq.write_table(pa.Table.from_pylist(lines, schema), path)
+    write_rows(path, lines, texts, counts)
 
 
 @dataclass(frozen=True)

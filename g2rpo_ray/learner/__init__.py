@@ -1,1 +1,1 @@
-"""Learner: DeepSpeed ranks on Ray actors that turn integrated advantages into updates."""
+"""Advantages to updates: the DeepSpeed engine, its ranks on Ray actors, checkpoints."""

@@ -2,18 +2,20 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
-# Read by deepspeed at import: without a CUDA card it must not look for one.
 import torch
 
+# Read by deepspeed at import: without a CUDA card it must not look for one.
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor, nn
 
 from g2rpo_ray.common.errors import RunError
@@ -30,9 +32,13 @@ class LearnerError(RunError):
 
 
 def join_process_group(
-    rank: int, world_size: int, address: str, port: int, timeout_s: float
+    rank: int, world_size: int, address: str, port: int, timeout_s: float, device: torch.device
 ) -> None:
-    """Enter the learner's process group: NCCL where every rank has a card, else gloo."""
+    """Enter the learner's process group: NCCL where every rank has a card, else gloo.
+
+    Args:
+        device: this rank's; all ranks have the same kind.
+    """
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK="0",
@@ -40,24 +46,49 @@ def join_process_group(
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
     )
+    if device.type == "cpu" and get_accelerator().device_name() != "cpu":
+        # At import DeepSpeed took a card that the process sees, also one that is not the rank's.
+        set_accelerator(CPU_Accelerator())
     # DeepSpeed's shared-memory op for CPUs would need a C++ compiler on the machine; gloo does not.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
-        dist_backend="nccl" if torch.cuda.is_available() else "gloo",
+        dist_backend="nccl" if device.type == "cuda" else "gloo",
         auto_mpi_discovery=False,
         verbose=False,
         timeout=timedelta(seconds=timeout_s),
     )
 
 
-def _zero_config(settings: LearnerSection) -> dict[str, Any]:
-    config: dict[str, Any] = {"stage": settings.zero_stage}
-    host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+def _adamw(parameters: Iterable[nn.Parameter], settings: LearnerSection) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=settings.offload_optimizer or None,
+    )
+
+
+def _deepspeed_config(
+    settings: LearnerSection, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    host = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    zero: dict[str, Any] = {"stage": settings.zero_stage}
     if settings.offload_optimizer:
-        config["offload_optimizer"] = host
+        zero["offload_optimizer"] = host
     if settings.offload_parameters:
-        config["offload_param"] = host
-    return config
+        zero["offload_param"] = host
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": settings.max_grad_norm,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # DeepSpeed's own CPU optimizer would need a C++ compiler on every machine.
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+    }
 
 
 def learning_rate_of(updates: int, settings: LearnerSection) -> float:
@@ -111,29 +142,12 @@ class LearnerEngine:
         self._names = frozenset(trainable_parameters(policy))
         if state is not None:
             load_whole_weights(policy, state)
-        optimizer = torch.optim.AdamW(
-            trainable_parameters(policy).values(),
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=settings.offload_optimizer or None,
-        )
-        dtype = next(policy.parameters()).dtype
+        first = next(policy.parameters())
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=policy,
-            optimizer=optimizer,
+            optimizer=_adamw(trainable_parameters(policy).values(), settings),
             dist_init_required=False,
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "gradient_accumulation_steps": 1,
-                "gradient_clipping": settings.max_grad_norm,
-                "zero_optimization": _zero_config(settings),
-                "zero_allow_untested_optimizer": True,
-                # DeepSpeed's own CPU optimizer would need a C++ compiler on every machine.
-                "zero_force_ds_cpu_optimizer": False,
-                "bf16": {"enabled": dtype == torch.bfloat16},
-            },
+            config=_deepspeed_config(settings, first.dtype, first.device),
         )
         self.policy: FluxPolicy = self._engine.module
         # Adapters are many and small: their gradients stay whole on every rank until the step, and

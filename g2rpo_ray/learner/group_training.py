@@ -43,12 +43,13 @@ class StepRecord:
     advantage_clamped_share: float
 
 
-@dataclass(frozen=True)
-class _StepData:
-    """One stochastic step of a group, on this rank's device; dimensions as in RolloutGroup."""
+@dataclass
+class _Step:
+    """One stochastic step of a group on this rank's device, and what the passes over it add up;
+    dimensions as in RolloutGroup."""
 
     position: int
-    step: SdeStep
+    sde: SdeStep
     latents: Tensor
     """float32 ``[L, tokens, channels]``: x_k."""
     next_latents: Tensor
@@ -57,6 +58,17 @@ class _StepData:
     """float32 ``[L, tokens, channels]``."""
     advantages: Tensor
     """float32 ``[M]``."""
+    valid: bool
+    scale: float
+    """Of its loss in the update's."""
+    loss: float = 0.0
+    kl_to_reference: float = 0.0
+    log_ratios: list[Tensor] = field(default_factory=list)
+    usable: list[Tensor] = field(default_factory=list)
+
+
+_Part = tuple[_Step, slice, slice]
+"""A step with the rows and members of it that are in a pass."""
 
 
 class GroupTraining:
@@ -110,69 +122,63 @@ class GroupTraining:
 
         Several steps are one pass of the network; a single one is as many as its latents need.
         """
-        sums = {
-            position: _StepSums(self._step_data(position), scale)
-            for position, scale in zip(positions, scales, strict=True)
-        }
-        passes = self._passes(positions)
-        for number, parts in enumerate(passes):
-            total = self._add_pass([(sums[p], rows, members) for p, rows, members in parts], update)
-            self._engine.backward(total, last=last and number == len(passes) - 1)
-        return [self._record(position, sums[position], update) for position in positions]
+        steps = {p: self._step(p, scale) for p, scale in zip(positions, scales, strict=True)}
+        passes = self._passes(list(steps.values()))
+        for number, parts in enumerate(passes, start=1):
+            total = self._add_pass(parts, update)
+            self._engine.backward(total, last=last and number == len(passes))
+        return [self._record(step, update) for step in steps.values()]
 
-    def _passes(self, positions: Sequence[int]) -> list[list[tuple[int, slice, slice]]]:
-        """(position, rows, members) of what each pass of the network holds."""
+    def _passes(self, steps: Sequence[_Step]) -> list[list[_Part]]:
+        """What each pass of the network holds."""
         if len(self._batches) == 1:
-            return [[(position, *self._batches[0]) for position in positions]]
-        return [[(position, *part)] for position in positions for part in self._batches]
+            return [[(step, *self._batches[0]) for step in steps]]
+        return [[(step, *batch)] for step in steps for batch in self._batches]
 
-    def _add_pass(self, parts: list[tuple["_StepSums", slice, slice]], update: int) -> Tensor:
+    def _add_pass(self, parts: list[_Part], update: int) -> Tensor:
         """One pass: adds to the sums of its steps, and returns the scaled loss of all of them."""
-        x = [sums.data.latents[rows] for sums, rows, _ in parts]
-        sigmas = [sums.data.step.sigma for sums, _, _ in parts]
+        x = [step.latents[rows] for step, rows, _ in parts]
+        sigmas = [step.sde.sigma for step, _, _ in parts]
         velocities = self._velocities(x, sigmas)
         references: Sequence[Tensor | None] = [None] * len(parts)
         if self._config.learner.kl_weight > 0:
             with torch.no_grad(), _adapters_off(self._engine.policy.transformer):
                 references = self._velocities(x, sigmas)
         total = torch.zeros((), device=self._device)
-        for (sums, rows, members), velocity, reference in zip(
+        for (step, rows, members), velocity, reference in zip(
             parts, velocities, references, strict=True
         ):
-            self._require_finite(velocity, sums.data, rows)
+            self._require_finite(velocity, step, rows)
             if reference is not None:
-                self._require_finite(reference, sums.data, rows)
-            policy, divergence = self._loss(sums.data, velocity, reference, rows, members, update)
+                self._require_finite(reference, step, rows)
+            policy, divergence = self._loss(step, velocity, reference, rows, members, update)
             loss = policy.loss + self._config.learner.kl_weight * divergence
             share = len(policy.usable) / self._group.members
-            valid = bool(self._advantages.valid[sums.data.position])
-            total = total + loss * (share * sums.scale if valid else 0.0)
-            sums.loss += float(loss.detach()) * share
-            sums.kl_to_reference += float(divergence.detach()) * share
-            sums.log_ratios.append(policy.log_ratio)
-            sums.usable.append(policy.usable)
+            total = total + loss * (share * step.scale if step.valid else 0.0)
+            step.loss += float(loss.detach()) * share
+            step.kl_to_reference += float(divergence.detach()) * share
+            step.log_ratios.append(policy.log_ratio)
+            step.usable.append(policy.usable)
         return total
 
-    def _record(self, position: int, sums: "_StepSums", update: int) -> StepRecord:
-        group, data = self._group, sums.data
-        valid = bool(self._advantages.valid[position])
-        masked = int((~torch.cat(sums.usable)).sum())
-        if valid and masked and self._config.advantage.on_invalid == "stop":
+    def _record(self, step: _Step, update: int) -> StepRecord:
+        group, position, sizes = self._group, step.position, step.advantages.abs()
+        masked = int((~torch.cat(step.usable)).sum())
+        if step.valid and masked and self._config.advantage.on_invalid == "stop":
             raise LearnerError(
                 f"group {group.key.group_id}, SDE step {group.step_indices[position]}: the ratio "
                 f"of {masked} of {group.members} members is not finite (with "
                 "advantage.on_invalid: drop_group such members are left out)"
             )
-        sizes = data.advantages.abs()
-        log_ratios, clip = torch.cat(sums.log_ratios), self._config.learner.clip
+        log_ratios, clip = torch.cat(step.log_ratios), self._config.learner.clip
         return StepRecord(
             group_id=group.key.group_id,
             position=position,
             update=update,
-            loss=sums.loss,
-            health=policy_health(log_ratios, data.advantages, clip),
-            kl_to_reference=sums.kl_to_reference,
-            valid=valid,
+            loss=step.loss,
+            health=policy_health(log_ratios, step.advantages, clip),
+            kl_to_reference=step.kl_to_reference,
+            valid=step.valid,
             masked_members=masked,
             advantage_abs_mean=float(sizes.mean()),
             advantage_clamped_share=float((sizes >= self._config.advantage.clamp).float().mean()),
@@ -180,7 +186,7 @@ class GroupTraining:
 
     def _loss(
         self,
-        data: _StepData,
+        step: _Step,
         velocity: Tensor,
         reference: Tensor | None,
         rows: slice,
@@ -188,28 +194,27 @@ class GroupTraining:
         update: int,
     ) -> tuple[PolicyLoss, Tensor]:
         """The policy's loss, and its KL to the reference (0 without one)."""
-        settings, step = self._config.learner, data.step
-        x, next_x = data.latents[rows], data.next_latents[members]
-        mean = step.mean(x, velocity)
+        settings, sde = self._config.learner, step.sde
+        x, next_x = step.latents[rows], step.next_latents[members]
+        mean = sde.mean(x, velocity)
         if update == 0 and settings.old_log_prob == "learner":
             old_mean = mean.detach()
         else:
-            old_mean = step.mean(x, data.old_velocities[rows])
-
+            old_mean = sde.mean(x, step.old_velocities[rows])
         form = self._config.sampling.log_prob
-        log_prob = step.log_prob(next_x, mean, form)
-        old_log_prob = step.log_prob(next_x, old_mean, form)
+        log_prob = sde.log_prob(next_x, mean, form)
+        old_log_prob = sde.log_prob(next_x, old_mean, form)
         if settings.normalise_ratio:
-            log_prob = normalise_log_prob(log_prob, mean, old_mean, step.std)
-            old_log_prob = normalise_log_prob(old_log_prob, old_mean, old_mean, step.std)
+            log_prob = normalise_log_prob(log_prob, mean, old_mean, sde.std)
+            old_log_prob = normalise_log_prob(old_log_prob, old_mean, old_mean, sde.std)
         policy = clipped_policy_loss(
-            log_prob, old_log_prob, data.advantages[members], settings.clip
+            log_prob, old_log_prob, step.advantages[members], settings.clip
         )
         if reference is None:
             return policy, torch.zeros_like(policy.loss)
-        return policy, gaussian_kl(mean, step.mean(x, reference), step.std)
+        return policy, gaussian_kl(mean, sde.mean(x, reference), sde.std)
 
-    def _require_finite(self, velocity: Tensor, data: _StepData, rows: slice) -> None:
+    def _require_finite(self, velocity: Tensor, step: _Step, rows: slice) -> None:
         """Before its backward pass: behind a broken activation even a zero gradient is NaN."""
         broken = ~velocity.isfinite().flatten(1).all(dim=1)
         if not bool(broken.any()):
@@ -222,20 +227,22 @@ class GroupTraining:
         who = "all members" if group.latents.shape[1] == 1 else f"member {', '.join(members)}"
         raise LearnerError(
             f"group {group.key.group_id}, prompt {group.prompt.text!r:.80}, SDE step "
-            f"{group.step_indices[data.position]}: the network's prediction for {who} is not "
+            f"{group.step_indices[step.position]}: the network's prediction for {who} is not "
             "finite, and no gradient can be taken through it, whatever advantage.on_invalid says. "
             "The optimizer's step was not made: resume from an earlier checkpoint with a smaller "
             "learner.learning_rate, or with model.dtype: float32"
         )
 
-    def _step_data(self, position: int) -> _StepData:
-        return _StepData(
+    def _step(self, position: int, scale: float) -> _Step:
+        return _Step(
             position=position,
-            step=self._group.sde_steps[position],
+            sde=self._group.sde_steps[position],
             latents=self._group.latents[position].to(self._device),
             next_latents=self._group.next_latents(position).to(self._device),
             old_velocities=self._old_velocities[position].to(self._device),
             advantages=self._advantages.values[position].to(self._device),
+            valid=bool(self._advantages.valid[position]),
+            scale=scale,
         )
 
     def _velocities(self, latents: Sequence[Tensor], sigmas: Sequence[float]) -> list[Tensor]:
@@ -248,18 +255,6 @@ class GroupTraining:
             ]
         )
         return list(self._engine(x, sigma, self._embeds).split([len(part) for part in latents]))
-
-
-@dataclass
-class _StepSums:
-    """What the passes over one step add up."""
-
-    data: _StepData
-    scale: float
-    loss: float = 0.0
-    kl_to_reference: float = 0.0
-    log_ratios: list[Tensor] = field(default_factory=list)
-    usable: list[Tensor] = field(default_factory=list)
 
 
 def _advantages(group: RolloutGroup, config: Config) -> Advantages:

@@ -13,12 +13,14 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from g2rpo_ray.cluster.deadlines import Patience
+from g2rpo_ray.cluster.connect import free_address
+from g2rpo_ray.cluster.deadlines import LearnedDeadline
 from g2rpo_ray.cluster.postmortem import Place, own_place, report
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, is_checkpoint_of
 from g2rpo_ray.learner.engine import LearnerError
-from g2rpo_ray.learner.update import StepRecord, UpdateReport
+from g2rpo_ray.learner.group_training import StepRecord
+from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.learner.waiting import GRACE_S, GroupsLostError, RankLostError, answers_of
 from g2rpo_ray.learner.worker import Learner
 
@@ -181,7 +183,7 @@ class LearnerGroup:
     def _start(self) -> None:
         settings = self._config.learner
         # The first update after a start compiles; only then is there a duration to compare with.
-        self._patience = Patience(settings.timeout_s, settings.min_deadline_s)
+        self._deadline = LearnedDeadline(settings.timeout_s, settings.min_deadline_s)
         self.ranks = [
             ray.remote(Learner)
             .options(
@@ -198,7 +200,8 @@ class LearnerGroup:
         timeout_s = self._config.cluster.start_timeout_s
         asked = [rank.__ray_call__.remote(own_place) for rank in self.ranks]
         self._places = self._answers(asked, "placement", timeout_s)
-        address, port = self._answers([self.ranks[0].free_address.remote()], "address")[0]
+        meeting = self.ranks[0].__ray_call__.remote(free_address)
+        address, port = self._answers([meeting], "address")[0]
         started = [rank.start.remote(address, port, self._state) for rank in self.ranks]
         self.coverage: str = self._answers(started, "start", timeout_s)[0]
         self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
@@ -209,10 +212,10 @@ class LearnerGroup:
         reports: list[UpdateReport] = self._answers(
             [rank.update.remote(groups) for rank in self.ranks],
             "update",
-            self._patience.deadline_s,
+            self._deadline.deadline_s,
         )
         seconds = time.monotonic() - started_s
-        self._patience.record(seconds)
+        self._deadline.record(seconds)
         self.busy_s += seconds
         records = [record for report in reports for record in report.records]
         records.sort(key=lambda record: (record.group_id, record.position))

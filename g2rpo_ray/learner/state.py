@@ -45,7 +45,7 @@ def load_whole_weights(policy: FluxPolicy, state: StateReader) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Range:
     """Elements of a flattened tensor."""
 
     shape: tuple[int, ...]
@@ -64,7 +64,9 @@ class MasterState:
         """
         self._parameters: dict[str, Any] = dict(parameters)
         self._decay = ema_decay
-        self._averages = self._copies() if ema_decay is not None else {}
+        self._averages: dict[str, Tensor] = {}
+        if ema_decay is not None:
+            self._averages = {name: self._fp32(p).clone() for name, p in parameters.items()}
         self._on_host: dict[str, Tensor] = {}
 
     def parts(self) -> list[StatePart]:
@@ -74,17 +76,17 @@ class MasterState:
         """
         parts = []
         for name, parameter in self._parameters.items():
-            place = self._place(parameter)
+            own = self._range(parameter)
             tensors = {"weight": self._fp32(parameter)}
             tensors |= {moment: self._fp32(parameter, moment) for moment in MOMENTS}
             if name in self._averages:
                 tensors["ema"] = self._averages[name]
             for kind, tensor in tensors.items():
-                key, part = f"{kind}.{name}", tensor[: place.length]
+                key, part = f"{kind}.{name}", tensor[: own.length]
                 if key not in self._on_host:
                     self._on_host[key] = torch.empty_like(part, device="cpu")
                 data = self._on_host[key].copy_(part)
-                parts.append(StatePart(key, place.shape, place.start, data))
+                parts.append(StatePart(key, own.shape, own.start, data))
         return [part for part in parts if len(part.data) > 0]
 
     @torch.no_grad()
@@ -104,22 +106,22 @@ class MasterState:
 
     def _read(self, state: StateReader, key: str, parameter: Any) -> Tensor:
         """This rank's part, on its device; the last rank's is padded under ZeRO-3."""
-        place = self._place(parameter)
+        own = self._range(parameter)
         value = torch.zeros_like(self._fp32(parameter))
-        value[: place.length] = state.read(key, place.start, place.start + place.length)
+        value[: own.length] = state.read(key, own.start, own.start + own.length)
         return value
 
-    def _place(self, parameter: Any) -> _Place:
+    def _range(self, parameter: Any) -> _Range:
         """Which elements of a flattened weight this rank optimises."""
         if hasattr(parameter, "ds_tensor"):
             size = parameter.ds_tensor.numel()
             start = min(torch.distributed.get_rank() * size, parameter.ds_numel)
             length = min(size, parameter.ds_numel - start)
-            return _Place(tuple(parameter.ds_shape), start, length)
+            return _Range(tuple(parameter.ds_shape), start, length)
         if parameter._hp_mapping is None:
-            return _Place(tuple(parameter.shape), 0, 0)
+            return _Range(tuple(parameter.shape), 0, 0)
         address = parameter._hp_mapping.lp_fragment_address
-        return _Place(tuple(parameter.shape), address.start, address.numel)
+        return _Range(tuple(parameter.shape), address.start, address.numel)
 
     def _fp32(self, parameter: Any, moment: str | None = None) -> Tensor:
         """This rank's part of a master weight, or of a moment; flat, padded under ZeRO-3."""
@@ -145,6 +147,3 @@ class MasterState:
         for name, average in self._averages.items():
             assert self._decay is not None
             average.lerp_(self._fp32(self._parameters[name]), 1 - self._decay)
-
-    def _copies(self) -> dict[str, Tensor]:
-        return {name: self._fp32(parameter).clone() for name, parameter in self._parameters.items()}

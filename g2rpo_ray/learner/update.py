@@ -11,8 +11,6 @@ from g2rpo_ray.learner.group_training import GroupTraining, StepRecord
 from g2rpo_ray.maths.objective import step_weights
 from g2rpo_ray.sampling.group import RolloutGroup
 
-__all__ = ["Assignment", "StepRecord", "UpdateReport", "assign", "update_on_groups"]
-
 
 @dataclass(frozen=True)
 class Assignment:
@@ -60,34 +58,28 @@ def update_on_groups(
     Raises:
         LearnerError: the network's prediction is not finite; or a ratio, and the run is to stop.
     """
-    settings = config.learner
-    steps = assignments[0].group.sde_steps
+    settings, steps = config.learner, assignments[0].group.sde_steps
     per_step = settings.update == "per_sde_step"
     scale = ranks / prompts / (1 if per_step else len(steps))
-    weights = step_weights(steps, settings.step_weight)
+    scales = [weight * scale for weight in step_weights(steps, settings.step_weight)]
     # A worker that ran out of memory, or has another card, may have drawn in smaller batches.
     batch_size = engine.smallest_of_ranks(min(a.group.batch_size for a in assignments))
-    trainings = [GroupTraining(engine, a.group, config, device, batch_size) for a in assignments]
+    trainings = [
+        (GroupTraining(engine, a.group, config, device, batch_size), a.weight) for a in assignments
+    ]
     if settings.old_log_prob == "learner" and per_step:
         # Before the only update of an iteration, old and new are the same forward pass.
-        for training in trainings:
+        for training, _ in trainings:
             training.recompute_old_velocities()
     records: list[StepRecord] = []
     grad_norms: list[float] = []
     learning_rate, learned = engine.learning_rate, False
-
-    for positions in _chunks(len(steps), settings.steps_per_pass):
+    for first in range(0, len(steps), settings.steps_per_pass):
+        positions = range(first, min(first + settings.steps_per_pass, len(steps)))
         last_of_update = per_step or positions[-1] == len(steps) - 1
-        for training, assignment in zip(trainings, assignments, strict=True):
-            done = training.backward(
-                positions,
-                scales=[assignment.weight * weights[position] * scale for position in positions],
-                update=len(grad_norms),
-                last=last_of_update and training is trainings[-1],
-            )
-            if assignment.weight > 0:
-                records += done
-                learned = learned or any(record.valid for record in done)
+        done = _backward(trainings, positions, scales, len(grad_norms), last_of_update)
+        records += done
+        learned = learned or any(record.valid for record in done)
         if last_of_update:
             # A group on another rank is enough.
             nowhere = engine.smallest_of_ranks(0 if learned else 1) == 1
@@ -96,5 +88,21 @@ def update_on_groups(
     return UpdateReport(records, grad_norms, learning_rate)
 
 
-def _chunks(steps: int, size: int) -> list[range]:
-    return [range(first, min(first + size, steps)) for first in range(0, steps, size)]
+def _backward(
+    trainings: Sequence[tuple[GroupTraining, float]],
+    positions: Sequence[int],
+    scales: Sequence[float],
+    update: int,
+    last: bool,
+) -> list[StepRecord]:
+    """Gradients of some steps of all groups; the records of those that count (weight above 0)."""
+    records: list[StepRecord] = []
+    for number, (training, weight) in enumerate(trainings, start=1):
+        done = training.backward(
+            positions,
+            scales=[weight * scales[position] for position in positions],
+            update=update,
+            last=last and number == len(trainings),
+        )
+        records += done if weight > 0 else []
+    return records

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 import torch
 
-from g2rpo_ray.cluster.postmortem import first_line
+from g2rpo_ray.cluster.postmortem import error_of, first_line
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.learner.engine import LearnerError
 
@@ -88,7 +88,7 @@ def _failure(refs: list[ray.ObjectRef], phase: str) -> Exception:
     done, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
     causes, told = [], dict[str, list[str]]()
     for rank, ref in enumerate(refs):
-        cause = _cause(ref) if ref in done else None
+        cause = error_of(ref) if ref in done else None
         if cause is not None:
             causes.append(cause)
         if cause is not None or ref not in done:
@@ -103,18 +103,6 @@ def _failure(refs: list[ray.ObjectRef], phase: str) -> Exception:
     if died or all(_is_lost_touch(cause) for cause in causes):
         return RankLostError(message)
     return LearnerError(f"{message} (the traceback is in the rank's log)")
-
-
-def _cause(ref: ray.ObjectRef) -> Exception | None:
-    """Why a call that ended failed; none where it gave an answer."""
-    try:
-        ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        cause: Exception = error.cause
-        return cause
-    except ray.exceptions.RayError as error:
-        return error
-    return None
 
 
 def _in_words(cause: Exception | None) -> str:

@@ -1,7 +1,6 @@
 """Learner: one DeepSpeed rank on a Ray actor."""
 
 import logging
-import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +9,7 @@ from pathlib import Path
 import ray
 import torch
 
-from g2rpo_ray.cluster.device import role_device
+from g2rpo_ray.common.device import keep_to_share, role_device
 from g2rpo_ray.common.logs import log_as, log_context, logged
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import (
@@ -45,20 +44,16 @@ class Learner:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[float] | None = None
         self._weight_group: WeightGroup | None = None
-        self.device = role_device(config.learner.gpus_per_rank)
-
-    def free_address(self) -> tuple[str, int]:
-        """Address of this node and a free port on it, for the process group to meet at."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
 
     def start(self, address: str, port: int, checkpoint: Path | None) -> str:
         """Join the group, load the model (or the checkpoint), and say what is trained."""
         settings = self.config.learner
         with logged("start"):
-            join_process_group(self.rank, settings.ranks, address, port, settings.timeout_s)
+            self.device = role_device(settings.gpus_per_rank, "learner.gpus_per_rank")
+            keep_to_share(settings.gpus_per_rank)
+            join_process_group(
+                self.rank, settings.ranks, address, port, settings.timeout_s, self.device
+            )
             policy = load_policy(self.config, self.device)
             if settings.compile:
                 compile_blocks(policy.transformer, cache=None)

@@ -18,6 +18,7 @@ import httpx2
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import tqdm
 
+from g2rpo_ray.common.files import sha256_of_file
 from g2rpo_ray.common.formatting import format_size
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
@@ -45,8 +46,7 @@ class HubFile:
         if not path.is_file() or path.stat().st_size != self.size:
             return False
         if self.sha256:
-            with path.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+            return sha256_of_file(path) == self.sha256
         content = b"blob %d\0" % self.size + path.read_bytes()
         return hashlib.sha1(content).hexdigest() == self.git_sha1
 

@@ -1,6 +1,5 @@
 """Opening a model folder in diffusers' layout, with errors that name the part and the cause."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import CLIPTextModel, CLIPTokenizerFast, T5EncoderModel, T5TokenizerFast
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import ModelSection
 
@@ -184,10 +184,4 @@ def _check_whole(file: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelFolderError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelFolderError(f"{path}: expected a JSON object")
-    return content
+    return read_json_object(path, ModelFolderError)

@@ -1,1 +1,1 @@
-"""What a run will cost, before anything is spent: counts, memory, seconds, and the best split."""
+"""``g2rpo plan``: memory, time and the best split of GPUs, predicted from measured costs."""

@@ -119,32 +119,32 @@ class CardCosts(Section):
         """
         points = sorted(self.measured(name), key=lambda point: point.batch)
         small, large = points[0], points[-1]
-        if large.batch == small.batch:
-            return PassCost(fixed_s=0.0, s_per_tflop=large.seconds / large.tflop)
-        slope = (large.seconds - small.seconds) / (large.tflop - small.tflop)
-        fixed_s = small.seconds - slope * small.tflop
+        slope = fixed_s = 0.0
+        if large.batch > small.batch:
+            slope = (large.seconds - small.seconds) / (large.tflop - small.tflop)
+            fixed_s = small.seconds - slope * small.tflop
         if slope <= 0 or fixed_s < 0:
-            # Noise, or a small batch that is the more efficient one: then time is operations.
+            # One batch, noise, or a small batch that is the more efficient: time is operations.
             return PassCost(fixed_s=0.0, s_per_tflop=large.seconds / large.tflop)
         return PassCost(fixed_s=fixed_s, s_per_tflop=slope)
 
     def measured(self, name: PassName) -> list[Measurement]:
         """Raises CostsError where the pass was not measured."""
         if not self.passes.get(name):
-            raise CostsError(
-                f"the table of costs has no {name!r} for {self.card}; measure it with "
-                "scripts/bench_costs.py"
-            )
+            raise self._not_measured(repr(name))
         return self.passes[name]
 
     def rate(self, name: RateName) -> Rate:
         """Raises CostsError where it was not measured."""
         if name not in self.rates:
-            raise CostsError(
-                f"the table of costs has no rate {name!r} for {self.card}; measure it with "
-                "scripts/bench_costs.py"
-            )
+            raise self._not_measured(f"rate {name!r}")
         return self.rates[name]
+
+    def _not_measured(self, what: str) -> CostsError:
+        return CostsError(
+            f"the table of costs has no {what} for {self.card}; measure it with "
+            "scripts/bench_costs.py"
+        )
 
 
 class CostTable(Section):

@@ -6,7 +6,6 @@ PyTorch's allocator does not show (CUDA's context, fragments, NCCL) is ``RESERVE
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.plan.costs import CardCosts, PassName
@@ -48,15 +47,8 @@ LEARNER_FORWARDS: dict[PassName, int] = {
 of the activations, one for those of all weights, one forward more with checkpointing."""
 
 
-@dataclass(frozen=True)
-class RoleMemory:
-    """What one process of a role holds on its card."""
-
-    parts_gib: dict[str, float]
-
-    @property
-    def total_gib(self) -> float:
-        return sum(self.parts_gib.values())
+PartsGib = dict[str, float]
+"""What a process holds, by what it is; their sum is its peak."""
 
 
 def learner_pass_name(lora: bool, checkpointing: bool) -> PassName:
@@ -66,7 +58,7 @@ def learner_pass_name(lora: bool, checkpointing: bool) -> PassName:
     return "learner_full_checkpointing" if checkpointing else "learner_full"
 
 
-def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> RoleMemory:
+def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsGib:
     """A rollout worker: evaluations and decoding take turns, so the larger one counts."""
     width = BYTES[config.model.dtype]
     evaluation = _activations_gib(costs, "evaluation", config.rollout.planned_batch_size)
@@ -74,7 +66,7 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> RoleMe
     reference = costs.reference
     evaluation *= size.tokens * size.width / (reference.tokens * reference.width)
     decode *= size.pixels / reference.pixels
-    return _role(
+    return _with_reserve(
         costs,
         {
             "transformer": size.held_parameters * width / GIB,
@@ -86,7 +78,7 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> RoleMe
 
 def learner_memory(
     config: Config, size: PolicySize, costs: CardCosts, ranks: int, rows: int
-) -> RoleMemory:
+) -> PartsGib:
     """A learner rank under ZeRO, on its card.
 
     Args:
@@ -116,10 +108,10 @@ def learner_memory(
     }
     if stage == 3 and (ranks > 1 or settings.offload_parameters):
         parts["gathered weights"] = min(LIVE_PARAMETERS, held) * width / GIB
-    return _role(costs, parts)
+    return _with_reserve(costs, parts)
 
 
-def learner_host_memory(config: Config, size: PolicySize, ranks: int) -> dict[str, float]:
+def learner_host_memory(config: Config, size: PolicySize, ranks: int) -> PartsGib:
     """What a learner rank keeps in host memory, beside its process and the libraries' own.
 
     With an offloaded optimizer as in DeepSpeed 0.19's ``stage3.py`` and ``stage_1_and_2.py``, which
@@ -146,7 +138,7 @@ def learner_host_memory(config: Config, size: PolicySize, ranks: int) -> dict[st
     return {name: amount / GIB for name, amount in parts.items()}
 
 
-def scorer_memory(reward: RewardSection, size: ScorerSize, costs: CardCosts) -> RoleMemory:
+def scorer_memory(reward: RewardSection, size: ScorerSize, costs: CardCosts) -> PartsGib:
     """A replica of an open_clip reward, in its own dtype."""
     width = BYTES[reward.options.get("dtype", "float32")]
     activations = _activations_gib(costs, scorer_pass_name(reward.kind), reward.batch_size)
@@ -154,7 +146,9 @@ def scorer_memory(reward: RewardSection, size: ScorerSize, costs: CardCosts) -> 
     activations *= size.image.tflop / (point.tflop / point.batch)
     # They were measured in float32.
     activations *= width / BYTES["float32"]
-    return _role(costs, {"weights": size.parameters * width / GIB, "activations": activations})
+    return _with_reserve(
+        costs, {"weights": size.parameters * width / GIB, "activations": activations}
+    )
 
 
 def scorer_pass_name(kind: str) -> PassName:
@@ -172,10 +166,8 @@ def _page_locked(blocks: Iterable[float]) -> float:
     return float(sum(1 << (math.ceil(block) - 1).bit_length() for block in blocks if block > 0))
 
 
-def _role(costs: CardCosts, parts_gib: dict[str, float]) -> RoleMemory:
-    if costs.memory_gib is None:
-        return RoleMemory(parts_gib)
-    return RoleMemory({**parts_gib, "reserve": RESERVE_GIB})
+def _with_reserve(costs: CardCosts, parts_gib: PartsGib) -> PartsGib:
+    return parts_gib if costs.memory_gib is None else parts_gib | {"reserve": RESERVE_GIB}
 
 
 def _activations_gib(costs: CardCosts, name: PassName, batch: int) -> float:

@@ -16,6 +16,7 @@ import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch.utils.flop_counter import FlopCounterMode
 
+from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, LoraSection, ModelSection
 from g2rpo_ray.models.conditioning import PromptEmbeds
@@ -254,8 +255,4 @@ def _architecture(model: ModelSection) -> tuple[dict[str, Any], dict[str, Any], 
 
 
 def _read_part(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelFolderError(f"{path}: not readable as JSON: {error}") from error
-    return content
+    return read_json_object(path, ModelFolderError)

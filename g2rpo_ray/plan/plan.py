@@ -7,7 +7,7 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config
 from g2rpo_ray.plan.arithmetic import describe
 from g2rpo_ray.plan.costs import CostTable
-from g2rpo_ray.plan.memory import RoleMemory
+from g2rpo_ray.plan.memory import PartsGib
 from g2rpo_ray.plan.prediction import CPU, Predictor, Split, recommend
 
 DEFAULT_CARD = "H100"
@@ -32,11 +32,11 @@ class Plan:
         """The split whose memory is shown: the recommended one, or else the configured one."""
         return self.recommended or self.configured
 
-    def memory(self) -> dict[str, RoleMemory]:
+    def memory(self) -> dict[str, PartsGib]:
         """Of a process of each role."""
         return self.predictor.memory(self.shown.ranks)
 
-    def host_memory(self) -> dict[str, float]:
+    def host_memory(self) -> PartsGib:
         """Of a learner rank, in GiB."""
         return self.predictor.host_memory(self.shown.ranks)
 
@@ -49,7 +49,7 @@ def make_plan(config: Config, table: CostTable, gpus: int | None, card: str | No
     """
     if gpus is not None and gpus < 1:
         raise InputError(f"--gpus {gpus}: at least 1 is needed")
-    if not _uses_cards(config):
+    if not (config.rollout.gpus_per_worker and config.learner.gpus_per_rank):
         if gpus is not None or (card or CPU) != CPU:
             raise InputError(
                 "this configuration runs on CPUs (rollout.gpus_per_worker and "
@@ -121,16 +121,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "optimizer_steps": predictor.updates,
         },
         "policy": asdict(predictor.size),
-        "memory_gib": {role: memory.parts_gib for role, memory in plan.memory().items()},
+        "memory_gib": plan.memory(),
         "host_memory_of_a_rank_gib": plan.host_memory(),
         "splits": [_split_json(split) for split in plan.splits],
         "configured": _split_json(plan.configured),
         "recommended": _split_json(plan.recommended) if plan.recommended else None,
     }
-
-
-def _uses_cards(config: Config) -> bool:
-    return config.rollout.gpus_per_worker > 0 and config.learner.gpus_per_rank > 0
 
 
 def _scorer_calls(predictor: Predictor) -> dict[str, int]:
@@ -143,13 +139,13 @@ def _memory_lines(plan: Plan) -> list[str]:
     capacity = f"of {costs.memory_gib:g} on a card" if costs.memory_gib else "without its libraries"
     ranks = plan.shown.ranks
     lines = [f"Memory of a process in GiB with {ranks} learner rank(s), {capacity}:"]
-    lines += [f"{role:>15}  {_sum_of(memory.parts_gib)}" for role, memory in plan.memory().items()]
+    lines += [f"{role:>15}  {_sum_of(parts_gib)}" for role, parts_gib in plan.memory().items()]
     if host := plan.host_memory():
         lines.append(f"Host memory of a rank beside its process, GiB: {_sum_of(host)}")
     return lines
 
 
-def _sum_of(parts_gib: dict[str, float]) -> str:
+def _sum_of(parts_gib: PartsGib) -> str:
     parts = " + ".join(f"{name} {gib:.3g}" for name, gib in parts_gib.items() if gib)
     return f"{sum(parts_gib.values()):.3g} = {parts}"
 

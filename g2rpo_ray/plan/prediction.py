@@ -6,8 +6,10 @@ counted with ``min_replicas``: Ray Serve adds more only where cards have room.
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeVar
 
 from g2rpo_ray.algorithms import make_strategy
 from g2rpo_ray.algorithms.member_walks import MemberWalksStrategy
@@ -27,7 +29,7 @@ from g2rpo_ray.plan.costs import (
 from g2rpo_ray.plan.memory import (
     BYTES,
     LEARNER_FORWARDS,
-    RoleMemory,
+    PartsGib,
     learner_host_memory,
     learner_memory,
     learner_pass_name,
@@ -42,6 +44,7 @@ from g2rpo_ray.rewards.section import RewardSection
 
 CPU = "cpu-core"
 OPEN_CLIP_KINDS = ("hps", "clip")
+Name = TypeVar("Name", PassName, RateName)
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,7 @@ class Predictor:
         rate = self._rate("sync_nccl" if by_nccl else "sync_object_store", "sync_object_store")
         return rate.time_s(size)
 
-    def memory(self, ranks: int) -> dict[str, RoleMemory]:
+    def memory(self, ranks: int) -> dict[str, PartsGib]:
         """By role; a reward that is not known is left out."""
         roles = {
             "rollout worker": rollout_memory(self.config, self.size, self.costs),
@@ -241,7 +244,7 @@ class Predictor:
                 roles[f"reward {name}"] = scorer_memory(reward.settings, reward.size, reward.costs)
         return roles
 
-    def host_memory(self, ranks: int) -> dict[str, float]:
+    def host_memory(self, ranks: int) -> PartsGib:
         """Of a learner rank, beside its process; empty for a run on CPUs."""
         if self.costs.memory_gib is None:
             return {}
@@ -291,23 +294,19 @@ class Predictor:
         wanted = self.config.rollout.compile
         if wanted is None:
             wanted = self.costs.memory_gib is not None
-        if wanted and not self.costs.passes.get(compiled):
-            self._note_instead(compiled, plain)
-            return plain
-        return compiled if wanted else plain
+        return self._measured(self.costs.passes, compiled, plain) if wanted else plain
 
     def _rate(self, wanted: RateName, instead: RateName) -> Rate:
-        """One of two rates: the other, with a note, where the wanted one was not measured."""
-        if wanted in self.costs.rates:
-            return self.costs.rates[wanted]
-        if wanted != instead:
-            self._note_instead(wanted, instead)
-        return self.costs.rate(instead)
+        return self.costs.rate(self._measured(self.costs.rates, wanted, instead))
 
-    def _note_instead(self, wanted: str, instead: str) -> None:
+    def _measured(self, table: Mapping[Name, object], wanted: Name, instead: Name) -> Name:
+        """One of two entries: the other, with a note, where the wanted one was not measured."""
+        if table.get(wanted) or wanted == instead:
+            return wanted
         text = f"no {wanted} was measured on {self.card}, taken as {instead}"
         if text not in self.notes:
             self.notes.append(text)
+        return instead
 
     def _learner_cost(self) -> tuple[PassCost, int]:
         """Of the run's kind of pass, or of another kind that was measured: operations compare."""
@@ -354,7 +353,7 @@ class Predictor:
         memory = self.memory(ranks)
         missing: dict[str, float] = {}
         for roles in self._placed(workers, ranks):
-            wanted = sum(memory[role].total_gib for role in roles if role in memory)
+            wanted = sum(sum(memory[role].values()) for role in roles if role in memory)
             if wanted > capacity:
                 missing[" + ".join(roles)] = wanted - capacity
         return missing

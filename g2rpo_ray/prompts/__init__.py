@@ -1,1 +1,1 @@
-"""Prompts: reading files, the order in which training sees them, and their embeddings."""
+"""Prompt files, the order in which training sees them, their embeddings, the encoder actor."""

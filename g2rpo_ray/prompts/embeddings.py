@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from g2rpo_ray.common.files import sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.conditioning import PromptEmbeds
@@ -92,7 +93,7 @@ class Embeddings:
                 found = "missing" if size is None else f"{size} bytes instead of {shard.bytes}"
                 raise PromptFileError(f"{path}: damaged shard: {found}; {_AGAIN}")
         table = folder / PROMPTS_FILE
-        if not table.is_file() or _sha256(table) != self.manifest.prompts_sha256:
+        if not table.is_file() or sha256_of_file(table) != self.manifest.prompts_sha256:
             raise PromptFileError(
                 f"{table}: missing or damaged (SHA-256 differs from {MANIFEST}); {_AGAIN}"
             )
@@ -166,8 +167,3 @@ def _read_manifest(path: Path) -> Manifest:
         return Manifest(files=files, **content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PromptFileError(f"{path}: not readable as a manifest: {error}") from error
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

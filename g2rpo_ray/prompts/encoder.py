@@ -4,6 +4,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from g2rpo_ray.common.device import role_device
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.conditioning import PromptEmbeds
 from g2rpo_ray.models.text import TextEncoder
@@ -34,5 +35,6 @@ class PromptEncoder:
     @cached_property
     def _encoder(self) -> TextEncoder:
         """Loaded when a prompt first needs it: never, if all of them were embedded before."""
-        device = "cuda" if self._config.prompts.encoder_gpus > 0 else "cpu"
-        return TextEncoder(self._config.model, self._config.prompts.max_sequence_length, device)
+        prompts = self._config.prompts
+        device = role_device(prompts.encoder_gpus, "prompts.encoder_gpus")
+        return TextEncoder(self._config.model, prompts.max_sequence_length, device.type)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.prompts.dataset import evenly
 
 
 class SelectionError(InputError):
@@ -64,7 +65,7 @@ def select(prompts: Sequence[str], selection: Selection) -> Selected:
         kept = keep("other language", kept, lambda t: language_of(t) in selection.languages)
     if selection.limit is not None and selection.limit < len(kept):
         left_out["over the limit"] = len(kept) - selection.limit
-        kept = [kept[i * len(kept) // selection.limit] for i in range(selection.limit)]
+        kept = evenly(kept, selection.limit)
     if not kept:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise SelectionError(f"no prompt of {len(prompts)} is left: {reasons}")

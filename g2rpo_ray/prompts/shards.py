@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from g2rpo_ray.common.device import role_device
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.embeddings import prompt_checksum
@@ -16,8 +17,9 @@ from g2rpo_ray.prompts.embeddings import prompt_checksum
 class ShardEncoder:
     """Holds the text encoders; a call encodes one shard. Ray Data makes actors of it."""
 
-    def __init__(self, config: Config, folder: Path, device: str) -> None:
+    def __init__(self, config: Config, folder: Path, gpus: float) -> None:
         torch.set_num_threads(config.rollout.threads)
+        device = role_device(gpus, "--gpus-per-worker").type
         self._encoder = TextEncoder(config.model, config.prompts.max_sequence_length, device)
         self._folder = folder
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.files import read_json_object
 
 MANIFEST = "manifest.json"
 """What a folder of embeddings is known by."""
@@ -172,14 +173,15 @@ def _dataset_files(folder: Path) -> list[Path]:
     """Data files of a Hugging Face dataset's folder, in order."""
     splits = folder / "dataset_dict.json"
     if splits.is_file():
-        names = _json(splits).get("splits", [])
+        names = read_json_object(splits, PromptFileError).get("splits", [])
         raise PromptFileError(
             f"{folder}: a dataset of the splits {', '.join(names)}; name one of its folders, such "
             f"as {folder / (names or ['train'])[0]}"
         )
     state = folder / "state.json"
     if state.is_file():
-        return _named_files(folder, _json(state).get("_data_files", []))
+        listed = read_json_object(state, PromptFileError).get("_data_files", [])
+        return _named_files(folder, listed)
     parquet, lines = (sorted(folder.rglob(f"*.{suffix}")) for suffix in ("parquet", "jsonl"))
     _refuse_mixed_splits(folder, parquet + lines)
     if parquet or lines:
@@ -235,13 +237,3 @@ def _split_of(path: Path) -> str | None:
                 return SPLITS[word]
     # A split may have any name in the hub's layout: NAME-00000-of-00003.parquet.
     return path.name.split("-")[0] if "-of-" in path.name else None
-
-
-def _json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PromptFileError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise PromptFileError(f"{path}: expected a JSON object")
-    return content

@@ -1,1 +1,1 @@
-"""Rewards: scorers that run without Ray, and the Ray Serve deployments that serve them."""
+"""One file a scorer, which needs no Ray; the servers on Ray Serve, and the client that asks."""

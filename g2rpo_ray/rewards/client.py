@@ -43,16 +43,16 @@ class RewardClient:
 
     def submit(
         self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]
-    ) -> "PendingScores":
+    ) -> "SentRequests":
         """Send pictures (uint8 ``[B, H, W, 3]``, one prompt) to these rewards; returns at once."""
         request = ScoreRequest(prompt_id, prompt, pictures)
         sent = {name: self.handles[name].score.remote(request) for name in names}
-        return PendingScores(self, request, sent, time.monotonic())
+        return SentRequests(self, request, sent, time.monotonic())
 
 
 @dataclass(frozen=True)
-class PendingScores:
-    """Requests under way for one group of pictures."""
+class SentRequests:
+    """Requests under way for one group of pictures, one to each reward."""
 
     client: RewardClient
     request: ScoreRequest
@@ -79,22 +79,9 @@ class PendingScores:
         reward = self.client.rewards[name]
         response, sent_at_s = self.sent[name], self.sent_at_s
         tries, losses = 0, 0
-        while tries <= reward.retries:
-            lost = False
-            try:
-                remaining_s = max(0.0, sent_at_s + reward.timeout_s - time.monotonic())
-                answer = response.result(timeout_s=remaining_s)
-                cause = self._fault_of(answer)
-            except TimeoutError:
-                # Else the replica would score it all the same, before those that wait.
-                response.cancel()
-                cause = f"no answer within {reward.timeout_s:g} s (rewards.{name}.timeout_s)"
-            except (RayServeException, ray.exceptions.RayError) as error:
-                # No try of the scorer: Serve replaces a dead replica, which takes its time.
-                lost = time.monotonic() < self.sent_at_s + reward.timeout_s
-                cause = f"the replica failed: {error}"
-            if cause is None:
-                assert isinstance(answer, ScoreAnswer)
+        while True:
+            answer, lost = self._answer_to(response, name, sent_at_s)
+            if isinstance(answer, ScoreAnswer):
                 self.measured[name] = {
                     "latency_s": answer.seconds,
                     "batch_fill": answer.batch_fill,
@@ -103,11 +90,38 @@ class PendingScores:
                 self.busy_s[answer.replica] = answer.busy_s
                 return answer.scores
             tries, losses = (tries, losses + 1) if lost else (tries + 1, losses)
-            if tries <= reward.retries:
-                time.sleep(min(FIRST_PAUSE_S * 2 ** (tries + losses - 1), LONGEST_PAUSE_S))
-                response = self.client.handles[name].score.remote(self.request)
-                sent_at_s = time.monotonic()
-        self.measured[name] = {"failures": tries + losses}
+            if tries > reward.retries:
+                self.measured[name] = {"failures": tries + losses}
+                return self._no_scores(name, answer)
+            time.sleep(min(FIRST_PAUSE_S * 2 ** (tries + losses - 1), LONGEST_PAUSE_S))
+            response = self.client.handles[name].score.remote(self.request)
+            sent_at_s = time.monotonic()
+
+    def _answer_to(
+        self, response: Any, name: str, sent_at_s: float
+    ) -> tuple[ScoreAnswer | str, bool]:
+        """A usable answer, or why there is none; and whether a replica was lost, which is no try
+        of the scorer: Serve replaces a dead one, and that takes its time."""
+        timeout_s = self.client.rewards[name].timeout_s
+        try:
+            remaining_s = max(0.0, sent_at_s + timeout_s - time.monotonic())
+            answer: ScoreAnswer | ScorerError = response.result(timeout_s=remaining_s)
+        except TimeoutError:
+            # Else the replica would score it all the same, before those that wait.
+            response.cancel()
+            return f"no answer within {timeout_s:g} s (rewards.{name}.timeout_s)", False
+        except (RayServeException, ray.exceptions.RayError) as error:
+            return f"the replica failed: {error}", time.monotonic() < self.sent_at_s + timeout_s
+        if isinstance(answer, ScorerError):
+            return str(answer), False
+        broken = int((~answer.scores.isfinite()).sum())
+        if broken:
+            return f"{broken} of {len(answer.scores)} scores are NaN or infinite", False
+        return answer, False
+
+    def _no_scores(self, name: str, cause: str) -> Tensor:
+        """NaN for every picture, where the run goes on then."""
+        reward = self.client.rewards[name]
         message = (
             f"reward {name!r} has no usable score for prompt {self.request.prompt_id} "
             f"({self.request.prompt!r:.80}) after {reward.retries + 1} tries: {cause}"
@@ -116,10 +130,3 @@ class PendingScores:
             raise InvalidRewardError(message)
         self.failures.append(message)
         return torch.full((len(self.request.pictures),), torch.nan)
-
-    @staticmethod
-    def _fault_of(answer: ScoreAnswer | ScorerError) -> str | None:
-        if isinstance(answer, ScorerError):
-            return str(answer)
-        broken = int((~answer.scores.isfinite()).sum())
-        return f"{broken} of {len(answer.scores)} scores are NaN or infinite" if broken else None

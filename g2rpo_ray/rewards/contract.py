@@ -55,17 +55,14 @@ def check_scorer(
     turned = _ask(scorer, "reversed", pictures.flip(0), [prompt] * 4).flip(0)
     _same("pictures in reverse order", first, turned, tolerance)
     passed = ["float32 [B], finite", "repeatable", "independent of what is scored beside it"]
-    for name, text in ODD_PROMPTS.items():
-        _ask(scorer, f"prompt: {name}", pictures[:1], [text])
-        passed.append(f"prompt: {name}")
+    odd = {f"prompt: {name}": (pictures[:1], text) for name, text in ODD_PROMPTS.items()}
     for name, (height, width) in ODD_SIZES.items():
-        _ask(scorer, f"picture: {name}", _noise(1, height, width), [prompt])
-        passed.append(f"picture: {name}, {height}x{width}")
+        odd[f"picture: {name}, {height}x{width}"] = _noise(1, height, width), prompt
     for name, level in {"black": 0, "white": 255}.items():
-        flat = torch.full((1, 64, 64, 3), level, dtype=torch.uint8)
-        _ask(scorer, f"picture: {name}", flat, [prompt])
-        passed.append(f"picture: {name}")
-    return passed
+        odd[f"picture: {name}"] = torch.full((1, 64, 64, 3), level, dtype=torch.uint8), prompt
+    for what, (picture, text) in odd.items():
+        _ask(scorer, what, picture, [text])
+    return [*passed, *odd]
 
 
 def _noise(count: int, height: int, width: int) -> Tensor:

@@ -35,6 +35,13 @@ SCORERS: dict[str, type[RewardScorer]] = {
 }
 
 
+def scorer_class(kind: str) -> type[RewardScorer]:
+    """The scorer of a name; raises ValueError where there is none."""
+    if kind not in SCORERS:
+        raise ValueError(f"no scorer {kind!r}; known are {', '.join(sorted(SCORERS))}")
+    return SCORERS[kind]
+
+
 def parse_options(kind: str, options: dict[str, Any]) -> Section:
     """Options of a scorer, checked.
 
@@ -42,9 +49,7 @@ def parse_options(kind: str, options: dict[str, Any]) -> Section:
         ValueError: no such scorer.
         pydantic.ValidationError: the options do not fit it.
     """
-    if kind not in SCORERS:
-        raise ValueError(f"no scorer {kind!r}; known are {', '.join(sorted(SCORERS))}")
-    return SCORERS[kind].Options.model_validate(options)
+    return scorer_class(kind).Options.model_validate(options)
 
 
 def make_scorer(kind: str, options: dict[str, Any], device: str) -> RewardScorer:

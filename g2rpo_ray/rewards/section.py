@@ -2,10 +2,11 @@
 
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from g2rpo_ray.common.secrets import looks_secret
-from g2rpo_ray.common.section import Gpus, Section
+from g2rpo_ray.common.section import Gpus, Section, problems
+from g2rpo_ray.rewards.registry import parse_options, scorer_class
 
 
 class RewardSection(Section):
@@ -13,7 +14,7 @@ class RewardSection(Section):
 
     kind: str
     """Name of the scorer, see ``g2rpo_ray/rewards/registry.py``."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     """The scorer's own settings, checked by the scorer's ``Options``."""
     weight: float = Field(1.0, ge=0)
     """Share of this reward's advantage in the sum; 0 means: evaluate only, never train on it."""
@@ -27,7 +28,7 @@ class RewardSection(Section):
     cpus_per_replica: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for a replica."""
     gpus_per_replica: Gpus = 0.0
-    """GPUs (or a fraction) that Ray reserves for a replica."""
+    """GPUs (or a fraction) that Ray reserves for a replica; 0 computes on the CPU."""
     label_selector: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes to run on, such as ``ray.io/accelerator-type: H100``; also ``!x`` and
     ``in(x, y)``."""
@@ -55,6 +56,23 @@ class RewardSection(Section):
     """How long there are fewer before replicas are ended."""
     health_timeout_s: float = Field(30.0, gt=0)
     """A replica whose process does not answer Serve for so long is replaced."""
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        scorer_class(kind)
+        return kind
+
+    @field_validator("options")
+    @classmethod
+    def _check_options(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        # A kind that is no scorer's is not in the data: it has an error of its own.
+        if "kind" in info.data:
+            try:
+                parse_options(info.data["kind"], options)
+            except ValidationError as error:
+                raise ValueError(problems(error)[0]) from error
+        return options
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from torch import Tensor
 
+from g2rpo_ray.common.device import HIDE_CARDS, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import ScorerError, check_request, check_scores
@@ -59,9 +60,9 @@ class RewardServer:
     def __init__(self, name: str, reward: RewardSection) -> None:
         log_as(f"reward/{name}", serve.get_replica_context().replica_id.unique_id)
         torch.set_num_threads(reward.threads)
-        device = "cuda" if reward.gpus_per_replica > 0 else "cpu"
+        device = role_device(reward.gpus_per_replica, f"rewards.{name}.gpus_per_replica")
         self._name, self._reward = name, reward
-        self._scorer = make_scorer(reward.kind, reward.options, device)
+        self._scorer = make_scorer(reward.kind, reward.options, device.type)
         self._replica, self._busy_s = serve.get_replica_context().replica_id.unique_id, 0.0
         whole = self._scorer.compares_pictures
         self.score.set_max_batch_size(1 if whole else reward.merge_requests)
@@ -186,6 +187,8 @@ def _deployment(name: str, reward: RewardSection) -> serve.Application:
 def _with_probe(reward: RewardSection) -> dict[str, Any]:
     """The replica's runtime environment, in which Serve gives up a scorer that hangs.
 
+    Serve starts replicas without the environment of the run's other roles.
+
     Serve's health check does not wait for the scorer's thread; its probe of that thread waits for
     minutes, three times, where these variables are not set.
     """
@@ -196,7 +199,7 @@ def _with_probe(reward: RewardSection) -> dict[str, Any]:
         ),
         "RAY_SERVE_USER_HEALTH_CHECK_PROBE_MAX_FAIL": "1",
     }
-    variables = probe | reward.runtime_env.get("env_vars", {})
+    variables = probe | reward.runtime_env.get("env_vars", {}) | HIDE_CARDS
     return reward.runtime_env | {"env_vars": variables}
 
 

@@ -1,1 +1,1 @@
-"""Rollout: anchors, singular-SDE branches and multi-granularity completions, on Ray actors."""
+"""Ray workers that draw groups, and the pool that keeps them busy and replaces them."""

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from g2rpo_ray.cluster.postmortem import Place, first_line, own_place, report
+from g2rpo_ray.cluster.postmortem import Place, error_of, first_line, own_place, report
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
 from g2rpo_ray.rollout.worker import RolloutWorker, Scoring
@@ -251,7 +251,7 @@ class Crew:
 
     def lose(self, member: Member, why: str, *, log: bool = False) -> None:
         """End a worker and have it replaced; with ``log``, tell the last lines of its log too."""
-        self.tend_off(member)
+        self.dismiss(member)
         self.losses += 1
         self._losses_in_row += 1
         pause_s = 0.0 if self._losses_in_row == 1 else 2.0 ** (self._losses_in_row - 2)
@@ -264,9 +264,9 @@ class Crew:
         """End every worker, and start none any more."""
         self._wanted = 0
         for member in list(self.members.values()):
-            self.tend_off(member)
+            self.dismiss(member)
 
-    def tend_off(self, member: Member) -> None:
+    def dismiss(self, member: Member) -> None:
         """End a worker for good."""
         self.members.pop(member.number, None)
         self._coming.pop(member.number, None)
@@ -303,8 +303,9 @@ class Crew:
     def silent(self, members: Sequence[Member]) -> list[Member]:
         """Those that do not answer a call that costs nothing."""
         asked = [member.handle.__ray_call__.remote(own_place) for member in members]
-        ray.wait(asked, num_returns=len(asked), timeout=PING_S)
-        return [m for m, ref in zip(members, asked, strict=True) if not _answered(ref)]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=PING_S)
+        pairs = zip(members, asked, strict=True)
+        return [m for m, ref in pairs if ref not in answered or error_of(ref) is not None]
 
     def _start(self, now_s: float) -> None:
         member = Member(self._started, self._hire(self._avoided()), now_s, self._role)
@@ -331,14 +332,6 @@ class Crew:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         # Where every node is bad, the fault is not a node's.
         return sorted(bad) if alive - bad else []
-
-
-def _answered(ref: ray.ObjectRef) -> bool:
-    try:
-        ray.get(ref, timeout=0)
-    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-        return False
-    return True
 
 
 def _free_by_node() -> str:

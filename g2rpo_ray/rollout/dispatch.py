@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from g2rpo_ray.cluster.deadlines import Patience
+from g2rpo_ray.cluster.deadlines import LearnedDeadline
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Dispatch:
 
     Args:
         tasks: they are numbered from 0, and handed out in that order.
-        patience: how long a task may take.
+        deadline: how long a task may take.
     """
 
-    def __init__(self, tasks: int, patience: Patience) -> None:
-        self.tasks, self._patience = tasks, patience
+    def __init__(self, tasks: int, deadline: LearnedDeadline) -> None:
+        self.tasks, self._deadline = tasks, deadline
         self._waiting = deque(range(tasks))
         self._seasoned: dict[int, bool] = {}
         """By worker: whether it has finished a task of this kind before."""
@@ -72,8 +72,8 @@ class Dispatch:
             task = self._waiting.popleft()
             self._attempts[task] = self._attempts.get(task, 0) + 1
             self._running[worker] = _Running(task, now_s)
-            patience = self._patience
-            allowed_s = patience.deadline_s if self._seasoned[worker] else patience.limit_s
+            deadline = self._deadline
+            allowed_s = deadline.deadline_s if self._seasoned[worker] else deadline.limit_s
             heapq.heappush(self._alarms, (now_s + allowed_s, worker, task))
             yield worker, task
 
@@ -89,7 +89,7 @@ class Dispatch:
         del self._running[worker]
         assert task not in self._accepted
         self._accepted.add(task)
-        self._patience.record(now_s - running.started_s)
+        self._deadline.record(now_s - running.started_s)
         self._seasoned[worker] = True
         self._idle.append(worker)
         return True

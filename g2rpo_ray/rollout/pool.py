@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from g2rpo_ray.cluster.deadlines import Patience
+from g2rpo_ray.cluster.deadlines import LearnedDeadline
 from g2rpo_ray.cluster.postmortem import first_line
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
@@ -84,8 +84,8 @@ class RolloutPool:
         self._tell, self._role = tell, role
         self._start_timeout_s = config.cluster.start_timeout_s
         self._crew = Crew(config, scoring, hire or hire_actor(config), tell, role)
-        self._patience = {
-            kind: Patience(settings.timeout_s, settings.min_deadline_s)
+        self._deadlines = {
+            kind: LearnedDeadline(settings.timeout_s, settings.min_deadline_s)
             for kind in ("rollout", "evaluate", "walk")
         }
         self._last_tended_s, self._runs = -math.inf, 0
@@ -226,7 +226,7 @@ class RolloutPool:
             last_references: gets the last reference of each task's accepted call.
         """
         answers: list[Any] = [None] * len(last_references)
-        dispatch = Dispatch(len(answers), self._patience[kind])
+        dispatch = Dispatch(len(answers), self._deadlines[kind])
         for member in self._crew.ready:
             dispatch.join(member.number, seasoned=kind in member.finished)
         self._runs += 1
@@ -274,13 +274,7 @@ class RolloutPool:
             dispatch.join(member.number, seasoned=kind in member.finished)
         return None
 
-    def _fault_of(
-        self,
-        event: Event,
-        attempt: int,
-        member: Member,
-        fault: Fault,
-    ) -> str | None:
+    def _fault_of(self, event: Event, attempt: int, member: Member, fault: Fault) -> str | None:
         """What is wrong with a worker's answer, if it is the worker's fault.
 
         Raises:

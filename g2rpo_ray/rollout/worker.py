@@ -1,17 +1,17 @@
 """RolloutWorker: one policy and VAE on a Ray actor; draws, decodes, and has pictures scored."""
 
 import logging
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from g2rpo_ray.algorithms import make_strategy
-from g2rpo_ray.cluster.device import role_device
+from g2rpo_ray.algorithms import Draw, make_strategy
+from g2rpo_ray.common.device import keep_to_share, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
@@ -30,8 +30,7 @@ from g2rpo_ray.rollout.answers import (
     HeldoutPictures,
     RolloutSummary,
 )
-from g2rpo_ray.rollout.device_clock import DeviceClock
-from g2rpo_ray.rollout.host_copy import HostCopy
+from g2rpo_ray.rollout.device import DeviceClock, HostCopy
 from g2rpo_ray.rollout.reward_summary import summarise
 from g2rpo_ray.sampling.engine import RolloutEngine
 from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
@@ -70,14 +69,40 @@ class Scoring(Protocol):
     ) -> PendingScores: ...
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """Pictures of one prompt that are being scored."""
+
+    positions: list[int]
+    """Those among the K steps that they reward."""
+    finite: Tensor
+    """bool ``[granularities, M]`` on the device: whether a picture's latents are."""
+    scores: Future[PendingScores]
+
+
+@dataclass
+class _Scored:
+    """What scoring one prompt has given so far."""
+
+    rewards: Tensor
+    """float32 ``[rewards, granularities, K, M]``, NaN where there is none."""
+    pictures: int = 0
+    broken_pictures: int = 0
+    failures: list[str] = field(default_factory=list)
+    measured: list[dict[str, dict[str, float]]] = field(default_factory=list)
+    replica_busy_s: Counter[str] = field(default_factory=Counter)
+
+
 class RolloutWorker:
     """Draws groups with the weights it was last given. A plain class: Ray wraps it in the pool."""
 
-    def __init__(self, config: Config, scoring: Scoring, rank: int = 0) -> None:
-        log_as("rollout", rank)
+    def __init__(self, config: Config, scoring: Scoring, number: int = 0) -> None:
+        log_as("rollout", number)
         torch.set_num_threads(config.rollout.threads)
         self.config, self.scoring = config, scoring
-        self.device = role_device(config.rollout.gpus_per_worker)
+        gpus = config.rollout.gpus_per_worker
+        self.device = role_device(gpus, "rollout.gpus_per_worker")
+        keep_to_share(gpus)
         self.engine = RolloutEngine(config, self.device)
         self.policy = self.engine.policy
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="pictures")
@@ -130,47 +155,17 @@ class RolloutWorker:
     def _rollout(
         self, prompt: Prompt, group_id: int, iteration: int
     ) -> tuple[RolloutSummary, RolloutGroup]:
-        config = self.config
-        key = GroupKey(config.seed, group_id)
-        evaluations_before = self.engine.evaluations
-        clock = DeviceClock(self.device)
-
+        config, key = self.config, GroupKey(self.config.seed, group_id)
+        evaluations_before, clock = self.engine.evaluations, DeviceClock(self.device)
         sampler = self.engine.sampler(config.sampling.steps)
         draw = self.strategy.draw(sampler, self._embeds(prompt), key, iteration)
         names = sorted(config.trained_rewards)
-        rewards = torch.full(
-            (len(names), draw.granularities, len(draw.sde_steps), config.sampling.members),
-            torch.nan,
-        )
-        pending: deque[tuple[list[int], Tensor, Future[PendingScores]]] = deque()
-        decoded = 0
-        for positions, x0 in draw.finished:
-            clock.lap("denoise_s")
-            finite = x0.isfinite().all(dim=-1).all(dim=-1)
-            pictures = self.engine.decoder.decode_on_device(x0.flatten(0, 1))
-            decoded += len(pictures)
-            pending.append((positions, finite, self._send(prompt, pictures, names)))
-            clock.lap("decode_s")
-        clock.lap("denoise_s")
-        failures: list[str] = []
-        measured: list[dict[str, dict[str, float]]] = []
-        replica_busy_s: Counter[str] = Counter()
-        broken_pictures = 0
-        while pending:
-            positions, finite, sent = pending.popleft()
-            scores = sent.result()
-            broken = ~finite.cpu()
-            broken_pictures += int(broken.sum())
-            failures += self._broken_pictures(broken, prompt)
-            for row, values in enumerate(scores.result().values()):
-                by_member = values.view(draw.granularities, 1, -1)
-                rewards[row][:, positions] = by_member.masked_fill(broken[:, None], torch.nan)
-            failures += scores.failures
-            measured.append(scores.measured)
-            # The later of two answers of a replica, whichever came first.
-            replica_busy_s |= Counter(scores.busy_s)
+        shape = len(names), draw.granularities, len(draw.sde_steps), config.sampling.members
+        scored = _Scored(torch.full(shape, torch.nan))
+        # All are on their way before the first scores are waited for.
+        for sent in list(self._send_finished(draw, prompt, names, clock)):
+            self._score(sent, prompt, scored)
         clock.lap("score_s")
-
         group = RolloutGroup(
             key=key,
             iteration=iteration,
@@ -180,15 +175,43 @@ class RolloutWorker:
             step_indices=draw.step_indices,
             latents=draw.latents.cpu(),
             velocities=draw.velocities.cpu(),
-            rewards=rewards,
+            rewards=scored.rewards,
             reward_names=names,
             evaluations=self.engine.evaluations - evaluations_before,
             batch_size=self.engine.batch_size,
             seconds=clock.seconds(),
         )
-        logger.info("drew a group", extra={"evaluations": group.evaluations, "pictures": decoded})
-        summary = self._summary(group, decoded, failures, measured, broken_pictures)
-        return replace(summary, replica_busy_s=replica_busy_s), group
+        summary = self._summary(group, scored)
+        counts = {"evaluations": summary.evaluations, "pictures": summary.pictures}
+        logger.info("drew a group", extra=counts)
+        return summary, group
+
+    def _send_finished(
+        self, draw: Draw, prompt: Prompt, names: list[str], clock: DeviceClock
+    ) -> Iterator[_Sent]:
+        """Decodes what comes off the draw, and has it scored without waiting."""
+        for positions, x0 in draw.finished:
+            clock.lap("denoise_s")
+            finite = x0.isfinite().all(dim=-1).all(dim=-1)
+            pictures = self.engine.decoder.decode_on_device(x0.flatten(0, 1))
+            yield _Sent(positions, finite, self._send(prompt, pictures, names))
+            clock.lap("decode_s")
+        clock.lap("denoise_s")
+
+    def _score(self, sent: _Sent, prompt: Prompt, scored: _Scored) -> None:
+        """Waits for the scores of pictures that were sent."""
+        scores = sent.scores.result()
+        broken = ~sent.finite.cpu()
+        scored.pictures += broken.numel()
+        scored.broken_pictures += int(broken.sum())
+        scored.failures += self._broken_pictures(broken, prompt)
+        for rewards, values in zip(scored.rewards, scores.result().values(), strict=True):
+            by_member = values.view(len(rewards), 1, -1)
+            rewards[:, sent.positions] = by_member.masked_fill(broken[:, None], torch.nan)
+        scored.failures += scores.failures
+        scored.measured.append(scores.measured)
+        # The later of two answers of a replica, whichever came first.
+        scored.replica_busy_s |= Counter(scores.busy_s)
 
     def evaluate(
         self, prompt: Prompt, draw: HeldoutDraw | None = None, latents: Tensor | None = None
@@ -249,7 +272,7 @@ class RolloutWorker:
             raise BrokenLatentsError(message)
         return [message]
 
-    def _send(self, prompt: Prompt, pictures: Tensor, names: list[str]) -> "Future[PendingScores]":
+    def _send(self, prompt: Prompt, pictures: Tensor, names: list[str]) -> Future[PendingScores]:
         # The courier thread alone waits until the device has made the pictures.
         copied = HostCopy(pictures)
         return self._courier.submit(
@@ -259,31 +282,22 @@ class RolloutWorker:
     def _embeds(self, prompt: Prompt) -> PromptEmbeds:
         return prompt.embeds.to(self.device)
 
-    def _summary(
-        self,
-        group: RolloutGroup,
-        pictures: int,
-        failures: list[str],
-        measured: list[dict[str, dict[str, float]]],
-        broken_pictures: int,
-    ) -> RolloutSummary:
+    def _summary(self, group: RolloutGroup, scored: _Scored) -> RolloutSummary:
         by_reward = zip(group.reward_names, group.rewards, strict=True)
         min_spread = self.config.advantage.min_spread
+        warnings = list(self.engine.warnings)
+        self.engine.warnings.clear()
         return RolloutSummary(
             group_id=group.key.group_id,
             weight_version=group.weight_version,
             evaluations=group.evaluations,
-            pictures=pictures,
+            pictures=scored.pictures,
             seconds=group.seconds,
             rewards={name: summarise(scores, min_spread) for name, scores in by_reward},
-            failures=failures,
-            measured=measured,
+            failures=scored.failures,
+            measured=scored.measured,
             peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
-            warnings=self._warnings(),
-            broken_pictures=broken_pictures,
+            warnings=warnings,
+            broken_pictures=scored.broken_pictures,
+            replica_busy_s=scored.replica_busy_s,
         )
-
-    def _warnings(self) -> list[str]:
-        warnings = list(self.engine.warnings)
-        self.engine.warnings.clear()
-        return warnings

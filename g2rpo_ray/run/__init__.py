@@ -1,1 +1,1 @@
-"""A run on the disk: its folder and lock, its scores, its weights, a clean stop."""
+"""A run on the disk: its folder and lock, its scores, its weights, their export."""

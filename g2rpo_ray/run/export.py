@@ -53,7 +53,7 @@ class ExportOptions:
 
 
 def export(config: Config, options: ExportOptions, folder: Path) -> Form:
-    """Write ``folder``, which must not be there yet: whole or not at all.
+    """Write ``folder``, which must not be there yet: whole or not at all; always on the CPU.
 
     A LoRA run gives its adapter (``pytorch_lora_weights.safetensors``), or with ``merge`` the
     whole transformer; full fine-tuning gives the transformer (``config.json``,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from g2rpo_ray.common.text_files import replace_text
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.config import Config, load_config, save_config
 from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from g2rpo_ray.common.text_files import replace_text
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.folders import iteration_of, list_checkpoints
 from g2rpo_ray.rollout.answers import HeldoutPictures

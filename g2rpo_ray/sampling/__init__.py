@@ -1,1 +1,1 @@
-"""Drawing pictures without Ray: sampler, evaluator, engine, and the group that the learner gets."""
+"""Pictures without Ray: sampler, evaluator, engine, and the group that goes to the learner."""

@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, progress, peak memory and the report."""
+"""The numbers that a run leaves, and the report that people read."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
 from g2rpo_ray.tracking.names import known_name
@@ -33,109 +34,104 @@ class Panel:
     """What a run must have for the panel to show anything; none means every run."""
 
 
-def of(name: str, by: str = "run") -> str:
-    """The metric of that name in the table, one series a run or reward."""
+def query(name: str, of: str = "{}", by: str = "run") -> str:
+    """The metric of that name in the table, one series a run or reward.
+
+    Args:
+        of: what to take of it, ``RATE`` or ``GROWN``; as it is where nothing is said.
+    """
     exported = known_name(name.replace("<name>", "any")).exported
-    return f'max by ({by}) (ray_{exported}{{run=~"$run"}})'
+    return f"max by ({by}) ({of.format(SERIES.format(exported))})"
 
 
-def rate(name: str, by: str = "run") -> str:
-    """How fast a counter of the table grows, per second."""
-    exported = known_name(name.replace("<name>", "any")).exported
-    return f'max by ({by}) (rate(ray_{exported}{{run=~"$run"}}[$window]))'
+def by_run(name: str, legend: str = "{{run}}", of: str = "{}") -> tuple[str, str]:
+    """A query and its legend."""
+    return query(name, of), legend
 
 
-def grown(name: str, by: str = "run") -> str:
-    """By how much a counter of the table grew within the window."""
-    exported = known_name(name.replace("<name>", "any")).exported
-    return f'max by ({by}) (increase(ray_{exported}{{run=~"$run"}}[$window]))'
+def by_reward(name: str, of: str = "{}") -> tuple[str, str]:
+    """A query and its legend, one series a run and reward."""
+    return query(name, of, "run, reward"), "{{run}} {{reward}}"
 
 
-def share(name: str) -> str:
-    """Quantile of a histogram of the table; its first argument is filled in by format."""
-    exported = known_name(name).exported
-    return (
-        "histogram_quantile({0}, sum by (le) "
-        f'(rate(ray_{exported}_bucket{{{{run=~"$run"}}}}[$window])))'
-    )
+def quantile(part: float, name: str, legend: str) -> tuple[str, str]:
+    """Of a histogram of the table, with its legend."""
+    rate = RATE.format(SERIES.format(f"{known_name(name).exported}_bucket"))
+    return f"histogram_quantile({part}, sum by (le) ({rate}))", legend
 
 
+SERIES = 'ray_{}{{run=~"$run"}}'
+RATE = "rate({}[$window])"
+"""How fast a counter grows, per second."""
+GROWN = "increase({}[$window])"
+"""By how much a counter grew within the window."""
 PHASES = ("generate", "learn", "sync", "evaluate", "checkpoint")
 
 ROWS: dict[str, list[Panel]] = {
     "Run": [
-        Panel("Iteration", "none", [(of("run/iteration"), "{{run}}"),
-                                    (of("run/iterations"), "{{run}}, the last")]),
+        Panel("Iteration", "none",
+              [by_run("run/iteration"), by_run("run/iterations", "{{run}}, the last")]),
         Panel("Age of the last record and checkpoint", "s",
-              [(f'time() - {of("run/recorded_unix_s")}', "{{run}} record"),
-               (f'time() - {of("run/checkpoint_unix_s")}', "{{run}} checkpoint")]),
+              [(f'time() - {query("run/recorded_unix_s")}', "{{run}} record"),
+               (f'time() - {query("run/checkpoint_unix_s")}', "{{run}} checkpoint")]),
         Panel("Numbers that were NaN or infinite", "none",
-              [(of("run/not_finite"), "{{run}}"),
-               (of("groups/dropped"), "{{run}} groups dropped")]),
+              [by_run("run/not_finite"), by_run("groups/dropped", "{{run}} groups dropped")]),
     ],
     "Is it learning": [
-        Panel("Reward, mean of the iteration", "none",
-              [(of("reward/<name>/mean", "run, reward"), "{{run}} {{reward}}")]),
-        Panel("Reward on held-out prompts", "none",
-              [(of("heldout/<name>", "run, reward"), "{{run}} {{reward}}")]),
-        Panel("Spread inside a group", "none",
-              [(of("reward/<name>/spread", "run, reward"), "{{run}} {{reward}}")]),
+        Panel("Reward, mean of the iteration", "none", [by_reward("reward/<name>/mean")]),
+        Panel("Reward on held-out prompts", "none", [by_reward("heldout/<name>")]),
+        Panel("Spread inside a group", "none", [by_reward("reward/<name>/spread")]),
         Panel("Advantages: size, part clamped", "none",
-              [(of("advantage/abs_mean"), "{{run}} size"),
-               (of("advantage/clamped_share"), "{{run}} clamped")]),
+              [by_run("advantage/abs_mean", "{{run}} size"),
+               by_run("advantage/clamped_share", "{{run}} clamped")]),
         Panel("Groups whose scores do not differ", "percentunit",
-              [(of("reward/<name>/constant_share", "run, reward"), "{{run}} {{reward}}")]),
-        Panel("Gradient norm", "none", [(of("policy/grad_norm"), "{{run}}")]),
+              [by_reward("reward/<name>/constant_share")]),
+        Panel("Gradient norm", "none", [by_run("policy/grad_norm")]),
     ],
     "Is it healthy": [
         Panel("|Δlog p|: before the first update, largest, clip", "none",
-              [(of("policy/first_max_abs_log_ratio"), "{{run}} first"),
-               (of("policy/max_abs_log_ratio"), "{{run}} largest"),
-               (of("run/clip"), "{{run}} clip")]),
-        Panel("Ratio, mean", "none", [(of("policy/ratio_mean"), "{{run}}")]),
+              [by_run("policy/first_max_abs_log_ratio", "{{run}} first"),
+               by_run("policy/max_abs_log_ratio", "{{run}} largest"),
+               by_run("run/clip", "{{run}} clip")]),
+        Panel("Ratio, mean", "none", [by_run("policy/ratio_mean")]),
         Panel("Ratios clipped", "percentunit",
-              [(of("policy/clip_fraction_low"), "{{run}} low"),
-               (of("policy/clip_fraction_high"), "{{run}} high")]),
+              [by_run("policy/clip_fraction_low", "{{run}} low"),
+               by_run("policy/clip_fraction_high", "{{run}} high")]),
     ],
     "Speed": [
         Panel("Seconds of an iteration, by phase", "s",
-              [(of(f"time/{phase}_s"), f"{{{{run}}}} {phase}") for phase in PHASES]),
+              [by_run(f"time/{phase}_s", f"{{{{run}}}} {phase}") for phase in PHASES]),
         Panel("Evaluations a second, while it generates", "none",
-              [(of("rollout/evaluations_per_s"), "{{run}}")]),
-        Panel("Evaluations a second, all in all", "none",
-              [(rate("rollout/evaluations"), "{{run}}")]),
+              [by_run("rollout/evaluations_per_s")]),
+        Panel("Evaluations a second, all in all", "none", [by_run("rollout/evaluations", of=RATE)]),
         Panel("FLOP utilisation of a rollout worker", "percentunit",
-              [(f'{of("rollout/tflop_per_s")} / $peak_tflops', "{{run}}")]),
+              [(f'{query("rollout/tflop_per_s")} / $peak_tflops', "{{run}}")]),
         Panel("Part of the time that a role is idle", "percentunit",
-              [(of(f"idle/{role}"), f"{{{{run}}}} {role}")
+              [by_run(f"idle/{role}", f"{{{{run}}}} {role}")
                for role in ("rollout", "learner", "rewards")]),
         Panel("Seconds of one prompt: median and slowest tenth", "s",
-              [(share("rollout/prompt_s").format(0.5), "median"),
-               (share("rollout/prompt_s").format(0.9), "slowest tenth from")]),
+              [quantile(0.5, "rollout/prompt_s", "median"),
+               quantile(0.9, "rollout/prompt_s", "slowest tenth from")]),
     ],
     "Rewards": [
-        Panel("Scoring one request", "s",
-              [(of("reward/<name>/latency_s", "run, reward"), "{{run}} {{reward}}")]),
-        Panel("Batch fill", "percentunit",
-              [(of("reward/<name>/batch_fill", "run, reward"), "{{run}} {{reward}}")]),
-        Panel("Failed tries in the window", "none",
-              [(grown("reward/<name>/failures", "run, reward"), "{{run}} {{reward}}")]),
+        Panel("Scoring one request", "s", [by_reward("reward/<name>/latency_s")]),
+        Panel("Batch fill", "percentunit", [by_reward("reward/<name>/batch_fill")]),
+        Panel("Failed tries in the window", "none", [by_reward("reward/<name>/failures", GROWN)]),
         Panel("Requests at the replicas", "none",
               [("sum by (deployment) (ray_serve_replica_processing_queries)", "{{deployment}}")]),
         Panel("Replicas that are healthy", "none",
               [("sum by (deployment) (ray_serve_deployment_replica_healthy)", "{{deployment}}")]),
     ],
     "Workers and weights": [
-        Panel("Rollout workers ready", "none", [(of("rollout/workers"), "{{run}}")]),
+        Panel("Rollout workers ready", "none", [by_run("rollout/workers")]),
         Panel("Lost, repeated, rebuilt in the window", "none",
-              [(grown("rollout/replaced"), "{{run}} workers lost"),
-               (grown("rollout/repeated"), "{{run}} prompts repeated"),
-               (grown("learner/rebuilds"), "{{run}} learner rebuilt")]),
-        Panel("Prompts left in the phase", "none", [(of("rollout/prompts_left"), "{{run}}")]),
-        Panel("Staleness of the oldest group, versions", "none",
-              [(of("rollout/staleness"), "{{run}}")]),
-        Panel("Weight sync", "s", [(of("time/sync_s"), "{{run}}")]),
-        Panel("Weights that one receiver gets", "bytes", [(of("sync/bytes"), "{{run}}")]),
+              [by_run("rollout/replaced", "{{run}} workers lost", GROWN),
+               by_run("rollout/repeated", "{{run}} prompts repeated", GROWN),
+               by_run("learner/rebuilds", "{{run}} learner rebuilt", GROWN)]),
+        Panel("Prompts left in the phase", "none", [by_run("rollout/prompts_left")]),
+        Panel("Staleness of the oldest group, versions", "none", [by_run("rollout/staleness")]),
+        Panel("Weight sync", "s", [by_run("time/sync_s")]),
+        Panel("Weights that one receiver gets", "bytes", [by_run("sync/bytes")]),
     ],
     "Nodes": [
         Panel("GPU utilisation", "percent",
@@ -161,10 +157,10 @@ def dashboard() -> dict[str, Any]:
         panels.append({"type": "row", "title": title, "collapsed": False, "gridPos": place})
         y += 1
         for number, panel in enumerate(row):
-            x = number * WIDTH % 24
-            panels.append(_panel(panel, {"x": x, "y": y, "w": WIDTH, "h": HEIGHT}))
-            if x + WIDTH == 24 or number == len(row) - 1:
-                y += HEIGHT
+            line, column = divmod(number, 24 // WIDTH)
+            place = {"x": column * WIDTH, "y": y + line * HEIGHT, "w": WIDTH, "h": HEIGHT}
+            panels.append(_panel(panel, place))
+        y = place["y"] + HEIGHT
     for number, entry in enumerate(panels, start=1):
         entry["id"] = number
     return {
@@ -189,13 +185,8 @@ def _panel(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
         "gridPos": place,
         "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
         "targets": [
-            {
-                "refId": chr(ord("A") + n),
-                "datasource": SOURCE,
-                "expr": query,
-                "legendFormat": legend,
-            }
-            for n, (query, legend) in enumerate(panel.queries)
+            {"refId": letter, "datasource": SOURCE, "expr": expression, "legendFormat": legend}
+            for letter, (expression, legend) in zip(ascii_uppercase, panel.queries, strict=False)
         ],
     }
 

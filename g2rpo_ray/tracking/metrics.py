@@ -1,19 +1,16 @@
 """MetricsLog: every number of a run, by a name from the one table, to every sink."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from g2rpo_ray.config import TrackingSection
 from g2rpo_ray.tracking.endpoint import RayEndpoint
-from g2rpo_ray.tracking.names import LIVE, METRICS, Metric, TrackingError, known_name
+from g2rpo_ray.tracking.names import TrackingError, known_name
 from g2rpo_ray.tracking.sinks import JsonLines, Sink, TensorBoard, WeightsAndBiases, read_lines
-
-__all__ = ["LIVE", "METRICS", "Metric", "MetricsLog", "TrackingError", "known_name", "read_metrics"]
 
 
 class MetricsLog:
@@ -47,27 +44,22 @@ class MetricsLog:
     def __enter__(self) -> Self:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
-            # The one that can refuse for want of a package comes first: it leaves no trace.
-            if self._tracking.wandb_project is not None:
-                self._add(
-                    opened,
-                    WeightsAndBiases(self._run_dir, self._tracking.wandb_project, self._config),
-                )
-            jsonl = self._run_dir / "metrics.jsonl"
-            self._add(opened, JsonLines(jsonl, self._resume_iteration))
-            if self._tracking.tensorboard:
-                folder = self._run_dir / "tensorboard"
-                self._add(opened, TensorBoard(folder, self._resume_iteration))
-            self._add(opened, RayEndpoint(self._run_dir.name))
+            for sink in self._open():
+                opened.callback(sink.close)
+                self._sinks.append(sink)
             self._closing = opened.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def _open(self) -> Iterator[Sink]:
+        # The one that can refuse for want of a package comes first: it leaves no trace.
+        if self._tracking.wandb_project is not None:
+            yield WeightsAndBiases(self._run_dir, self._tracking.wandb_project, self._config)
+        yield JsonLines(self._run_dir / "metrics.jsonl", self._resume_iteration)
+        if self._tracking.tensorboard:
+            yield TensorBoard(self._run_dir / "tensorboard", self._resume_iteration)
+        yield RayEndpoint(self._run_dir.name)
+
+    def __exit__(self, *_: object) -> None:
         self._sinks.clear()
         self._closing.close()
 
@@ -111,10 +103,6 @@ class MetricsLog:
                 )
         for sink in self._sinks:
             sink.pictures(iteration, pictures)
-
-    def _add(self, opened: ExitStack, sink: Sink) -> None:
-        opened.callback(sink.close)
-        self._sinks.append(sink)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

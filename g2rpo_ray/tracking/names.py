@@ -225,8 +225,8 @@ def known_name(name: str) -> KnownName:
         match = expression.fullmatch(name)
         if match:
             return KnownName(pattern, match[1] if match.groups() else None)
-    room = name.partition("/")[0]
-    allowed = [pattern for pattern in ALL if pattern.partition("/")[0] == room] or list(ALL)
+    topic = name.partition("/")[0]
+    allowed = [pattern for pattern in ALL if pattern.partition("/")[0] == topic] or list(ALL)
     raise TrackingError(
         f"metric {name!r} is not in g2rpo_ray/tracking/names.py; allowed: {', '.join(allowed)}"
     )
@@ -250,14 +250,12 @@ def write_documentation(path: Path) -> None:
 
 BEGIN = "<!-- table: written by python -m g2rpo_ray.tracking.names docs/metrics.md -->"
 END = "<!-- end of table -->"
-
-
 _HEAD = "| name | unit | on Ray's endpoint | meaning |\n|---|---|---|---|"
 
 
 def _markdown_sections() -> Iterator[str]:
-    for room, names in groupby(METRICS, key=lambda name: name.partition("/")[0]):
-        yield "\n".join([f"### {room}", "", _HEAD, *(_markdown_row(name) for name in names)])
+    for topic, names in groupby(METRICS, key=lambda name: name.partition("/")[0]):
+        yield "\n".join([f"### {topic}", "", _HEAD, *(_markdown_row(name) for name in names)])
 
 
 def _markdown_row(name: str) -> str:

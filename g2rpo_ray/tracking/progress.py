@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console, Group
@@ -71,12 +70,7 @@ class Progress:
             self._watcher.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         if self._live:
             self._live.stop()
@@ -99,12 +93,11 @@ class Progress:
         seconds = values.get("time/iteration_s")
         if seconds is not None:
             self._seconds.append(seconds)
-        means = {
-            name.split("/")[1]: value
+        self._rewards = "  ".join(
+            f"{name.split('/')[1]} {value:.4g}"
             for name, value in values.items()
             if name.startswith("reward/") and name.endswith("/mean")
-        }
-        self._rewards = "  ".join(f"{name} {value:.4g}" for name, value in means.items())
+        )
         if not self._live:
             took = f"{seconds:.1f} s" if seconds is not None else ""
             self._print_line(took, self._rewards, self._time_left())
@@ -145,10 +138,7 @@ class Progress:
         bar.add_row(*cells, self._time_left())
         seconds = time.monotonic() - self._phase_start
         status = Text(f"{self._status()}  {format_seconds(seconds)}", style="dim")
-        rows: list[Any] = [bar, status]
-        if self._rewards:
-            rows.insert(1, Text(self._rewards))
-        return Group(*rows)
+        return Group(bar, *([Text(self._rewards)] if self._rewards else []), status)
 
 
 def print_table(

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from g2rpo_ray.common.text_files import replace_text
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.tracking.names import TrackingError
 
 

@@ -10,41 +10,31 @@ class Activity:
     """Reads the counters of the roles and of the evaluation once an iteration."""
 
     def __init__(self, roles: Roles, heldout: HeldoutEvaluation) -> None:
-        self._pool, self._learner, self._rewards = roles.pool, roles.learner, roles.rewards
-        self._heldout = heldout
-        self._last = self._counters()
+        self._roles, self._heldout = roles, heldout
+        self._last_s, self._last = time.monotonic(), self._counters()
 
     def lap(self) -> dict[str, float]:
         """Metrics of the time since the last call."""
-        now = self._counters()
-        change = {name: value - self._last[name] for name, value in now.items()}
-        self._last = now
-        workers = len(self._pool.workers)
-        return {
-            "rollout/workers": workers,
-            "rollout/replaced": change["replaced"],
-            "rollout/repeated": change["repeated"],
-            "learner/rebuilds": change["rebuilds"],
-            "evaluation/missed": change["missed"],
-            "checkpoint/write_s": change["written_s"],
-            "idle/rollout": _idle(change["rollout_s"], change["wall_s"] * workers),
-            "idle/learner": _idle(change["learner_s"], change["wall_s"]),
-            "idle/rewards": _idle(change["rewards_s"], change["wall_s"] * self._rewards.replicas()),
-        }
+        now_s, now = time.monotonic(), self._counters()
+        values = {name: value - self._last[name] for name, value in now.items()}
+        wall_s, self._last_s, self._last = now_s - self._last_s, now_s, now
+        workers = len(self._roles.pool.workers)
+        there = {"rollout": workers, "learner": 1, "rewards": self._roles.rewards.replicas()}
+        for role, count in there.items():
+            busy_s, there_s = values[f"idle/{role}"], wall_s * count
+            values[f"idle/{role}"] = max(0.0, 1.0 - busy_s / there_s) if there_s > 0 else 1.0
+        return {"rollout/workers": workers} | values
 
     def _counters(self) -> dict[str, float]:
+        """Since the start; of ``idle/...`` the seconds that were not idle."""
+        pool, learner = self._roles.pool, self._roles.learner
         return {
-            "wall_s": time.monotonic(),
-            "rollout_s": self._pool.busy_s,
-            "learner_s": self._learner.busy_s,
-            "rewards_s": self._pool.replica_busy_s.total(),
-            "replaced": self._pool.replacements,
-            "repeated": self._pool.repeats,
-            "rebuilds": self._learner.rebuilds,
-            "missed": self._heldout.missed,
-            "written_s": self._learner.written_s,
+            "rollout/replaced": pool.replacements,
+            "rollout/repeated": pool.repeats,
+            "learner/rebuilds": learner.rebuilds,
+            "evaluation/missed": self._heldout.missed,
+            "checkpoint/write_s": learner.written_s,
+            "idle/rollout": pool.busy_s,
+            "idle/learner": learner.busy_s,
+            "idle/rewards": pool.replica_busy_s.total(),
         }
-
-
-def _idle(busy_s: float, there_s: float) -> float:
-    return max(0.0, 1.0 - busy_s / there_s) if there_s > 0 else 1.0

@@ -9,10 +9,11 @@ import numpy as np
 from g2rpo_ray.learner.ranks import LearnerUpdate
 from g2rpo_ray.rollout.answers import HeldoutPictures, RolloutSummary
 from g2rpo_ray.rollout.reward_summary import RewardSummary
-from g2rpo_ray.weight_sync import SyncReport
 
 
-def rollout_metrics(summaries: Sequence[RolloutSummary], generate_s: float) -> dict[str, float]:
+def rollout_metrics(
+    summaries: Sequence[RolloutSummary], generate_s: float, tflop_per_evaluation: float
+) -> dict[str, float]:
     """Rewards and cost of one iteration's rollout."""
     values: dict[str, float] = {}
     for name in summaries[0].rewards:
@@ -28,6 +29,10 @@ def rollout_metrics(summaries: Sequence[RolloutSummary], generate_s: float) -> d
         "rollout/evaluations": evaluations,
         "rollout/pictures": sum(s.pictures for s in summaries),
         "rollout/evaluations_per_s": evaluations / generate_s,
+        # How fast a worker computes while it is in the transformer; NaN where it never was.
+        "rollout/tflop_per_s": _share(
+            tflop_per_evaluation * evaluations, values["rollout/denoise_s"]
+        ),
     }
 
 
@@ -40,7 +45,7 @@ def _reward_metrics(name: str, rewards: Sequence[RewardSummary]) -> dict[str, fl
     }
 
 
-def _share(total: float, count: int) -> float:
+def _share(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
@@ -52,15 +57,6 @@ def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, f
         for key in ("latency_s", "batch_fill")
     }
     return means | {f"reward/{name}/failures": sum(r["failures"] for r in requests)}
-
-
-def flop_metrics(
-    summaries: Sequence[RolloutSummary], tflop_per_evaluation: float
-) -> dict[str, float]:
-    """How fast a worker computes while it is in the transformer; NaN where it never was."""
-    denoise_s = sum(s.seconds.get("denoise_s", 0.0) for s in summaries)
-    tflop = tflop_per_evaluation * sum(s.evaluations for s in summaries)
-    return {"rollout/tflop_per_s": tflop / denoise_s if denoise_s else math.nan}
 
 
 def update_metrics(update: LearnerUpdate) -> dict[str, float]:
@@ -92,11 +88,6 @@ def update_metrics(update: LearnerUpdate) -> dict[str, float]:
             "policy/clip_fraction_high": fmean(r.health.clip_fraction_high for r in trained),
         }
     return values
-
-
-def sync_metrics(report: SyncReport) -> dict[str, float]:
-    """Size of what one receiver got."""
-    return {"sync/bytes": report.bytes, "sync/tensors": report.tensors}
 
 
 def heldout_metrics(results: Sequence[HeldoutPictures]) -> dict[str, float]:

@@ -3,34 +3,26 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 import ray
 
 from g2rpo_ray.cluster.postmortem import first_line
 from g2rpo_ray.common.errors import RunError
-from g2rpo_ray.config import Config
 from g2rpo_ray.prompts.dataset import evenly
 from g2rpo_ray.rollout.answers import HeldoutPictures
-from g2rpo_ray.rollout.crew import SyncWorkers
-from g2rpo_ray.rollout.pool import POLL_S, OnWait, RolloutPool
+from g2rpo_ray.rollout.pool import POLL_S, RolloutPool
 from g2rpo_ray.run.scores import best_evaluated, evaluated_iterations, is_stalled, save_heldout
-from g2rpo_ray.tracking.metrics import MetricsLog
 from g2rpo_ray.training.collect import heldout_metrics
 from g2rpo_ray.training.roles import Roles
+from g2rpo_ray.training.session import Session
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 """For the thread to notice; what it waits for else ends with its workers."""
-Prompts = Sequence[ray.ObjectRef]
-
-
-class EvaluationGivenUpError(RunError):
-    """The run ends: nobody waits for this evaluation any more."""
 
 
 @dataclass
@@ -50,32 +42,18 @@ class HeldoutEvaluation:
     one that fails is told, counted and has no numbers; while one is under way no other is begun.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run_folder: Path,
-        roles: Roles,
-        log: MetricsLog,
-        tell: Callable[[str], None],
-        encode: Callable[[], Prompts],
-    ) -> None:
-        """
-        Args:
-            tell: told of evaluations that have no numbers, and of scores that are missing.
-            encode: gives references to the held-out prompts with their embeddings.
-        """
-        self._config, self._run_folder, self._roles = config, run_folder, roles
-        self._log, self._tell, self._encode = log, tell, encode
+    def __init__(self, session: Session, roles: Roles) -> None:
+        self._session, self._config, self._roles = session, session.config, roles
         self._beside: _UnderWay | None = None
         self._closed = threading.Event()
         self._last: int | None = None
         """Iteration whose evaluation was begun last."""
         self.missed = 0
         """Evaluations that failed or were left out, since the start."""
-        self.is_stalled = is_stalled(config)
+        self.is_stalled = is_stalled(self._config)
         """Whether ``evaluation.patience`` is used up."""
 
-    def evaluate(self, iteration: int, on_wait: OnWait) -> None:
+    def evaluate(self, iteration: int) -> None:
         """Judge the weights of now, if nobody has; returns at once with workers of its own."""
         self.collect()
         if iteration == self._last or iteration in evaluated_iterations(self._config):
@@ -89,15 +67,32 @@ class HeldoutEvaluation:
             )
             return
         self._last = iteration
-        prompts, pool = self._encode(), self._roles.evaluation_pool
-        if pool is None:
-            self._record(iteration, self._roles.pool.evaluate(prompts, on_wait))
-            return
-        send = self._roles.weights_of_now(self._config.weight_sync.timeout_s)
-        self._beside = _UnderWay(iteration, Future(), (0, len(prompts)))
-        threading.Thread(
-            target=self._draw, args=(self._beside, pool, send, prompts), daemon=True
-        ).start()
+        prompts = self._roles.encode(self._session.heldout_prompts)
+        if pool := self._roles.evaluation_pool:
+            self._beside = self._begin(iteration, pool, prompts)
+        else:
+            self._record(iteration, self._roles.pool.evaluate(prompts, self._session.on_wait))
+
+    def _begin(
+        self, iteration: int, pool: RolloutPool, prompts: Sequence[ray.ObjectRef]
+    ) -> _UnderWay:
+        weights = self._roles.weights_of_now(self._config.weight_sync.timeout_s)
+        beside = _UnderWay(iteration, Future(), (0, len(prompts)))
+
+        def on_wait(done: int, total: int) -> None:
+            beside.progress = done, total
+            if self._closed.is_set():
+                raise RunError(f"evaluation of iteration {iteration} is given up")
+
+        def draw() -> None:
+            try:
+                pool.sync(weights.send)
+                beside.results.set_result(pool.evaluate(prompts, on_wait))
+            except Exception as error:  # noqa: BLE001  (handed to the thread that trains)
+                beside.results.set_exception(error)
+
+        threading.Thread(target=draw, daemon=True).start()
+        return beside
 
     def collect(self) -> None:
         """Record the evaluation beside the training, if it has ended."""
@@ -110,19 +105,19 @@ class HeldoutEvaluation:
             self._record(ended.iteration, ended.results.result())
             return
         logger.warning("evaluation of iteration %d", ended.iteration, exc_info=error)
-        self._miss(
-            f"evaluation of iteration {ended.iteration} failed, it has no numbers: {_cause(error)}"
-        )
+        known = isinstance(error, RunError)
+        cause = first_line(error) if known else f"{type(error).__name__}: {error}"
+        self._miss(f"evaluation of iteration {ended.iteration} failed, it has no numbers: {cause}")
 
-    def finish(self, iteration: int, on_wait: OnWait) -> None:
+    def finish(self, iteration: int) -> None:
         """See to it that the last weights are judged, too; returns when all is recorded."""
-        self._wait(on_wait)
-        self.evaluate(iteration, on_wait)
-        self._wait(on_wait)
+        self._wait()
+        self.evaluate(iteration)
+        self._wait()
 
-    def _wait(self, on_wait: OnWait) -> None:
+    def _wait(self) -> None:
         while self._beside is not None:
-            on_wait(*self._beside.progress)
+            self._session.on_wait(*self._beside.progress)
             time.sleep(POLL_S / 5)
             self.collect()
 
@@ -131,7 +126,9 @@ class HeldoutEvaluation:
         self.collect()
         self._closed.set()
         if self._beside is not None:
-            self._tell(f"evaluation of iteration {self._beside.iteration} is given up: no numbers")
+            self._session.note(
+                f"evaluation of iteration {self._beside.iteration} is given up: no numbers"
+            )
             wait([self._beside.results], CLOSE_S)
 
     @property
@@ -143,32 +140,18 @@ class HeldoutEvaluation:
         beside = self._beside.iteration if self._beside else None
         return [iteration for iteration in (best, beside) if iteration is not None]
 
-    def _draw(
-        self, beside: _UnderWay, pool: RolloutPool, send: SyncWorkers, prompts: Prompts
-    ) -> None:
-        def on_wait(done: int, total: int) -> None:
-            beside.progress = done, total
-            if self._closed.is_set():
-                raise EvaluationGivenUpError(f"evaluation of iteration {beside.iteration}")
-
-        try:
-            pool.sync(send)
-            beside.results.set_result(pool.evaluate(prompts, on_wait))
-        except Exception as error:  # noqa: BLE001  (handed to the thread that trains)
-            beside.results.set_exception(error)
-
     def _record(self, iteration: int, results: list[HeldoutPictures]) -> None:
+        session = self._session
         for failure in (failure for result in results for failure in result.failures):
-            self._tell(f"evaluation of iteration {iteration} lacks a score: {failure}")
-        self._log.record(iteration, heldout_metrics(results))
+            session.note(f"evaluation of iteration {iteration} lacks a score: {failure}")
+        session.log.record(iteration, heldout_metrics(results))
         shown = evenly(results, self._config.evaluation.pictures_shown)
-        save_heldout(self._run_folder, iteration, shown)
-        self._log.pictures(
-            iteration, {result.prompt: result.pictures[0].numpy() for result in shown}
-        )
+        save_heldout(session.run.folder, iteration, shown)
+        pictures = {result.prompt: result.pictures[0].numpy() for result in shown}
+        session.log.pictures(iteration, pictures)
         if not self.is_stalled and is_stalled(self._config):
             self.is_stalled = True
-            self._tell(
+            session.note(
                 f"no new highest held-out {self._config.checkpoint.best} in the last "
                 f"{self._config.evaluation.patience} evaluations (evaluation.patience): the run "
                 "ends early"
@@ -176,8 +159,4 @@ class HeldoutEvaluation:
 
     def _miss(self, why: str) -> None:
         self.missed += 1
-        self._tell(why)
-
-
-def _cause(error: BaseException) -> str:
-    return first_line(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+        self._session.note(why)

@@ -1,13 +1,15 @@
-"""The loop of ``pipeline: one_step_off``: the next groups are drawn while the learner works."""
+"""The steps of ``pipeline: one_step_off``: the next groups are drawn while the learner works."""
 
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from g2rpo_ray.common.stop import StopRequested
-from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
-from g2rpo_ray.training.train import Drawn, TrainingLoop
+from g2rpo_ray.learner.ranks import LearnerUpdate
+from g2rpo_ray.training.loop import Drawn, TrainingLoop
+from g2rpo_ray.training.roles import Roles
+from g2rpo_ray.training.session import Session
+from g2rpo_ray.weight_sync import SyncReport
 
 
 class OneStepOffLoop(TrainingLoop):
@@ -17,47 +19,44 @@ class OneStepOffLoop(TrainingLoop):
     group carries its velocities under those weights, so its old log-probabilities are theirs.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, session: Session, roles: Roles) -> None:
+        super().__init__(session, roles)
         self.ahead: deque[Drawn] = deque()
         """Drawn and not yet trained on, oldest first."""
         self.learner_thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
+        self.learning: Future[LearnerUpdate] | None = None
+        """The update that was begun last, until it is asked for."""
+        self.is_stopping = False
 
-    def train_iteration(self) -> dict[str, float]:
-        """Learn from what was drawn before, and draw ahead meanwhile."""
-        started_s = time.perf_counter()
+    def generate(self) -> Drawn:
+        """Groups drawn before; the learner has begun with them while the next ones were drawn."""
+        self.started_s = time.perf_counter()
         self.stop.check()
-        drawn = self.ahead.popleft() if self.ahead else self.draw(self.state.iteration)
+        drawn = self.ahead.popleft() if self.ahead else self.draw(self.iteration)
         if self.state.weight_version - drawn.oldest_version > self.config.max_staleness:
-            self.progress.note(
+            self.session.note(
                 f"iteration {drawn.iteration}: drawn with weights {drawn.oldest_version}, learner "
                 f"has {self.state.weight_version}; dropped and drawn again (max_staleness)"
             )
             drawn = self.draw(drawn.iteration)
-        learning = self.learner_thread.submit(self.roles.learner.update, drawn.groups)
-        stopping = False
+        self.learning = self.learner_thread.submit(self.roles.learner.update, drawn.groups)
         try:
-            self.draw_ahead(learning)
+            self.draw_ahead(self.learning)
         except StopRequested:
             # What was under way is dropped; raised again once this update is recorded.
-            stopping = True
-        with self.stop.held():
-            drawn, update = self.result_of(learning, drawn)
-            report = None if stopping else self.sync()
-            return self.advance(drawn, update, report, started_s)
+            self.is_stopping = True
+        return drawn
 
-    def result_of(
-        self, learning: "Future[LearnerUpdate]", drawn: Drawn
-    ) -> tuple[Drawn, LearnerUpdate]:
-        """Wait for the learner; answers as ``learn``."""
-        try:
-            with self.phase("learn"):
-                return drawn, learning.result()
-        except GroupsLostError as lost:
-            self.progress.note(f"{lost}; drawing iteration {drawn.iteration} again")
-            return self.learn(self.draw(drawn.iteration))
+    def update(self, drawn: Drawn) -> LearnerUpdate:
+        """Wait for what ``generate`` has begun; groups drawn anew are learned here."""
+        begun, self.learning = self.learning, None
+        return begun.result() if begun else super().update(drawn)
 
-    def draw_ahead(self, learning: "Future[LearnerUpdate]") -> None:
+    def sync(self) -> SyncReport | None:
+        """Not where the run is stopping: nothing is drawn any more."""
+        return None if self.is_stopping else super().sync()
+
+    def draw_ahead(self, learning: Future[LearnerUpdate]) -> None:
         """Draw at least one iteration, and more while the learner works and staleness allows."""
         while self.iteration_ahead < self.config.iterations:
             if len(self.ahead) >= self.config.max_staleness or (self.ahead and learning.done()):
@@ -67,4 +66,4 @@ class OneStepOffLoop(TrainingLoop):
     @property
     def iteration_ahead(self) -> int:
         """The next iteration to be drawn."""
-        return self.state.iteration + 1 + len(self.ahead)
+        return self.iteration + 1 + len(self.ahead)

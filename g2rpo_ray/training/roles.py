@@ -2,8 +2,8 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import (
 from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import (
     ClusterError,
+    Demand,
     encoder_demand,
     evaluation_demand,
     learner_demand,
@@ -27,19 +28,18 @@ from g2rpo_ray.cluster.demand import (
     rollout_demand,
     shortage,
 )
-from g2rpo_ray.cluster.placement import placed, wait_for_nodes
+from g2rpo_ray.cluster.placement import Tell, placed, wait_for_nodes
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.prompts.encoder import PromptEncoder
 from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers
-from g2rpo_ray.rollout.crew import SyncWorkers
 from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.training.settings import for_evaluation_workers
 from g2rpo_ray.weight_sync import (
-    ObjectStoreSync,
     Peer,
+    StoredWeights,
     SyncReport,
     WeightSync,
     WeightSyncError,
@@ -59,10 +59,13 @@ class Roles:
     evaluation_pool: RolloutPool | None = None
     """Workers that evaluate while the run trains, where ``evaluation.workers`` asks for them."""
 
+    def encode(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:
+        """References to prompts (id, text) with their embeddings, in the order given."""
+        return [self.encoder.encode.remote(number, text) for number, text in prompts]
+
     def sync(self) -> SyncReport:
         """Bring the learner's weights to every worker of now, and to each that joins later."""
-        report: SyncReport = self.pool.sync(self._send)
-        return report
+        return self.pool.sync(self._send)
 
     def _send(self, receivers: Sequence[Peer]) -> SyncReport:
         # The lock: while a newcomer is sent to, no update may come between weights and version.
@@ -75,55 +78,56 @@ class Roles:
                     raise
                 return self.weight_sync.sync(self.learner, receivers, self.learner.version)
 
-    def weights_of_now(self, timeout_s: float) -> SyncWorkers:
-        """The learner's weights, put into the object store; what is returned sends them, verified.
+    def weights_of_now(self, timeout_s: float) -> StoredWeights:
+        """The learner's weights in the object store.
 
         Whoever gets them is in no process group, so that training never waits for it.
         """
-        transport = ObjectStoreSync(timeout_s)
         with self.learner.lock:
             version = self.learner.version
-            expected, weights = self.learner.export_weight_refs(version)
-        return lambda receivers: transport.send(expected, weights, receivers, version)
+            return StoredWeights(version, *self.learner.export_weight_refs(version), timeout_s)
 
 
 @contextmanager
-def launch(config: Config, checkpoint: Path | None, note: Callable[[str], None]) -> Iterator[Roles]:
+def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Roles]:
     """Start all roles, and end them whatever happens inside.
 
     Args:
         checkpoint: folder that the learner continues from.
-        note: told what happens meanwhile.
+        tell: told what happens meanwhile.
 
     Raises:
-        ClusterError: the cluster lacks resources, or cannot be reached; see ``cluster.py``.
+        ClusterError: the cluster lacks resources, or cannot be reached; see ``cluster/``.
     """
+    kept = [learner_demand(config), *encoder_demand(config)]
+    workers = [rollout_demand(config), *evaluation_demand(config)]
     with (
-        _rollout_roles(config, run_name(config), note, training=True) as (
-            encoder,
-            pool,
-            placement,
-            client,
-        ),
-        _evaluation_pool(config, client, note) as evaluation_pool,
+        _room_and_rewards(config, run_name(config), kept, workers, tell) as (room, rewards),
+        _encoder(config, room) as encoder,
+        closing(RolloutPool(config, rewards, tell)) as pool,
+        _evaluation_pool(config, rewards, tell) as evaluation_pool,
     ):
-        assert placement is not None
-        note("starting learner ranks")
+        assert room is not None
+        tell("starting learner ranks")
         version = read_info(checkpoint).weight_version if checkpoint else 0
-        learner = LearnerGroup(config, placement, checkpoint, note, version)
-        note(f"training {learner.coverage}")
+        # It ends with its room.
+        learner = LearnerGroup(config, room, checkpoint, tell, version)
+        tell(f"training {learner.coverage}")
         pool.wait_until_ready()
         if evaluation_pool is not None:
             evaluation_pool.wait_until_ready()
-        yield Roles(encoder, pool, learner, make_weight_sync(config), client, evaluation_pool)
+        yield Roles(encoder, pool, learner, make_weight_sync(config), rewards, evaluation_pool)
 
 
 @contextmanager
-def launch_rollout(
-    config: Config, note: Callable[[str], None]
-) -> Iterator[tuple[ActorHandle, RolloutPool]]:
+def launch_rollout(config: Config, tell: Tell) -> Iterator[tuple[ActorHandle, RolloutPool]]:
     """Start the roles that draw and score, without a learner; otherwise as ``launch``."""
-    with _rollout_roles(config, f"g2rpo-{os.getpid()}", note) as (encoder, pool, *_):
+    name, kept, workers = f"g2rpo-{os.getpid()}", encoder_demand(config), [rollout_demand(config)]
+    with (
+        _room_and_rewards(config, name, kept, workers, tell) as (room, rewards),
+        _encoder(config, room) as encoder,
+        closing(RolloutPool(config, rewards, tell)) as pool,
+    ):
         pool.wait_until_ready()
         yield encoder, pool
 
@@ -136,77 +140,70 @@ def run_name(config: Config) -> str:
 
 
 @contextmanager
-def _rollout_roles(
-    config: Config, name: str, note: Callable[[str], None], training: bool = False
-) -> Iterator[tuple[ActorHandle, RolloutPool, PlacementGroup | None, RewardClient]]:
-    note("starting Ray")
+def _room_and_rewards(
+    config: Config, name: str, kept: Sequence[Demand], workers: Sequence[Demand], tell: Tell
+) -> Iterator[tuple[PlacementGroup | None, RewardClient]]:
+    """Join the cluster, keep room on it, and start reward servers where they leave enough.
+
+    Args:
+        name: of the reward servers.
+        kept: what has its room until the end, in the placement group that is yielded.
+        workers: placed one by one later: each can be replaced, and more can join.
+    """
+    tell("starting Ray")
     with ray_cluster(config.cluster) as private:
-        note(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
-        wait_for_nodes(config, note)
-        # Workers are placed one by one: each can be replaced, and more can join.
-        workers, rewards = [rollout_demand(config)], reward_demands(config)
-        kept = encoder_demand(config)
-        if training:
-            kept.insert(0, learner_demand(config))
-            workers += evaluation_demand(config)
-        nodes = living_nodes()
-        note(overview([*kept, *workers, *rewards], nodes))
+        tell(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
+        wait_for_nodes(config, tell)
+        rewards, nodes = reward_demands(config), living_nodes()
+        tell(overview([*kept, *workers, *rewards], nodes))
         if private and (reasons := shortage([*workers, *rewards, *kept], nodes)):
             # Nothing will join it, so there is nothing to wait for.
             raise ClusterError(" ".join(reasons))
-        note("starting reward servers and rollout workers")
+        tell("starting reward servers and rollout workers")
         timeout_s = config.cluster.start_timeout_s
-        with ExitStack() as stack:
-            placement = stack.enter_context(placed(kept, [*workers, *rewards], timeout_s, note))
+        with placed(kept, [*workers, *rewards], timeout_s, tell) as room, ExitStack() as servers:
             # Small shares of cards first would leave no card with room for a large one.
-            with placed(workers, [*kept, *rewards], timeout_s, note):
-                servers = reward_servers(name, config.rewards, timeout_s, private)
-                handles = stack.enter_context(servers)
-            client = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
-            encoder = _start_encoder(config, placement)
-            pool = RolloutPool(config, client, note)
-            try:
-                yield encoder, pool, placement, client
-            finally:
-                pool.close()
-                ray.kill(encoder)
+            with placed(workers, [*kept, *rewards], timeout_s, tell):
+                started = reward_servers(name, config.rewards, timeout_s, private)
+                handles = servers.enter_context(started)
+            yield room, RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
 
 
-def _start_encoder(config: Config, placement: PlacementGroup | None) -> ActorHandle:
-    """In the last bundle of ``placement`` where it has a share of a card; else beside the driver.
+@contextmanager
+def _encoder(config: Config, room: PlacementGroup | None) -> Iterator[ActorHandle]:
+    """In the last bundle of ``room`` where it has a share of a card; else beside the driver.
 
     Embeddings lie on the encoder's node: it shall not go while the driver stays.
     """
     gpus = config.prompts.encoder_gpus
     place: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
-    if gpus and placement is not None:
-        last = placement.bundle_count - 1
-        place = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=last)
+    if gpus and room is not None:
+        last = room.bundle_count - 1
+        place = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=last)
     else:
         here = ray.get_runtime_context().get_node_id()
         place = NodeAffinitySchedulingStrategy(here, soft=False)
-    return (
-        ray.remote(PromptEncoder)
-        .options(
-            num_cpus=0,
-            num_gpus=gpus,
-            max_restarts=5,
-            max_task_retries=5,
-            scheduling_strategy=place,
-        )
-        .remote(config)
+    actor = ray.remote(PromptEncoder).options(
+        num_cpus=0,
+        num_gpus=gpus,
+        max_restarts=5,
+        max_task_retries=5,
+        scheduling_strategy=place,
     )
+    encoder = actor.remote(config)
+    try:
+        yield encoder
+    finally:
+        ray.kill(encoder)
 
 
 @contextmanager
 def _evaluation_pool(
-    config: Config, client: RewardClient, note: Callable[[str], None]
+    config: Config, rewards: RewardClient, tell: Tell
 ) -> Iterator[RolloutPool | None]:
     if not config.evaluation.workers:
         yield None
         return
-    pool = RolloutPool(for_evaluation_workers(config), client, note, role="evaluation worker")
-    try:
+    settings = for_evaluation_workers(config)
+    with closing(RolloutPool(settings, rewards, tell, role="evaluation worker")) as pool:
         yield pool
-    finally:
-        pool.close()

@@ -8,6 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -263,29 +264,17 @@ class WeightGroup:
                     f"waited {self._meeting.timeout_s:g} s for {what} (weight_sync.timeout_s)"
                 )
 
-    @property
-    def _name(self) -> str:
-        return self._meeting.members[self._rank]
-
-    def _named(self, phase: str) -> "_Named":
-        return _Named(f"{self._name}, {phase}")
-
-
-class _Named:
-    """Turns errors of torch.distributed into ours, with the member and the phase."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # torch's distributed errors are RuntimeErrors, and so is a lost connection of gloo.
-        if isinstance(error, WeightGroupError):
-            raise type(error)(f"{self._where}: {error}", error.members) from None
-        if isinstance(error, RuntimeError):
-            raise WeightGroupError(f"{self._where}: {error}") from error
+    @contextmanager
+    def _named(self, phase: str) -> Iterator[None]:
+        """Turns errors of torch.distributed into ours, with the member and the phase."""
+        where = f"{self._meeting.members[self._rank]}, {phase}"
+        try:
+            yield
+        except WeightGroupError as error:
+            raise type(error)(f"{where}: {error}", error.members) from None
+        except RuntimeError as error:
+            # torch's distributed errors are RuntimeErrors, and so is a lost connection of gloo.
+            raise WeightGroupError(f"{where}: {error}") from error
 
 
 def open_store(address: str, timeout_s: float) -> dist.TCPStore:
@@ -295,17 +284,14 @@ def open_store(address: str, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def give_up(meeting: Meeting) -> bool:
+def give_up(meeting: Meeting) -> None:
     """Tell all members of a group that one has failed, so that none waits for its time limit."""
-    try:
+    # An error: the member that holds the store is dead. The others have lost it, too, and know.
+    with suppress(RuntimeError):
         store = dist.TCPStore(
             meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=5)
         )
         store.set(ABORT_KEY, "1")
-    except RuntimeError:
-        # The member that holds the store is dead: the others have lost it, too, and know.
-        return True
-    return True
 
 
 def _parts(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from g2rpo_ray.cluster.postmortem import error_of
 from g2rpo_ray.models.weights import TensorLayout, receipt_of
 from g2rpo_ray.weight_sync.base import (
     Peer,
@@ -95,41 +96,44 @@ class NcclSync(WeightSync):
         members: list[Peer],
         meeting: Meeting,
     ) -> list[Any]:
-        """Every member's answer. The first failure is told to the others, who give up then.
+        """Every member's answer.
 
         Raises:
             WeightSyncError: with the members that died, hang, or failed, and the causes.
         """
-        waiting = list(refs)
-        failed: dict[ray.ObjectRef, Exception] = {}
-        told = False
-        limit_s = self._timeout_s + GRACE_S
-        while waiting:
-            done, waiting = ray.wait(waiting, timeout=GRACE_S if failed else limit_s)
-            if not done:
-                break
-            for ref in done:
-                try:
-                    ray.get(ref)
-                except ray.exceptions.RayError as error:
-                    failed[ref] = error
-            if failed and not told:
-                told = give_up(meeting)
-        if failed or waiting:
-            self._group = None
-            causes = [
-                _cause(number, members[number].name, failed.get(ref))
-                for number, ref in enumerate(refs)
-                if ref in failed or ref in waiting
-            ]
-            rank = min(cause.rank for cause in causes)
-            roots = [cause for cause in causes if cause.rank == rank]
-            at_fault = {member for cause in roots for member in cause.members}
-            raise WeightSyncError(
-                f"{what} failed: {'; '.join(cause.text for cause in roots)}",
-                [members[m] for m in sorted(at_fault) if m >= meeting.senders],
-            )
-        return ray.get(refs)
+        failed, silent = _settle(refs, meeting, self._timeout_s + GRACE_S)
+        if not failed and not silent:
+            return ray.get(refs)
+        self._group = None
+        causes = [
+            _cause(number, members[number].name, failed.get(ref))
+            for number, ref in enumerate(refs)
+            if ref in failed or ref in silent
+        ]
+        rank = min(cause.rank for cause in causes)
+        roots = [cause for cause in causes if cause.rank == rank]
+        at_fault = {member for cause in roots for member in cause.members}
+        raise WeightSyncError(
+            f"{what} failed: {'; '.join(cause.text for cause in roots)}",
+            [members[m] for m in sorted(at_fault) if m >= meeting.senders],
+        )
+
+
+def _settle(
+    refs: list[ray.ObjectRef], meeting: Meeting, limit_s: float
+) -> tuple[dict[ray.ObjectRef, Exception], list[ray.ObjectRef]]:
+    """The errors of those that failed, and who gave no answer; the first failure is told to all."""
+    waiting = list(refs)
+    failed: dict[ray.ObjectRef, Exception] = {}
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=GRACE_S if failed else limit_s)
+        if not done:
+            break
+        errors = {ref: error for ref in done if (error := error_of(ref)) is not None}
+        if errors and not failed:
+            give_up(meeting)
+        failed |= errors
+    return failed, waiting
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,6 @@ def _cause(member: int, name: str, error: Exception | None) -> _Cause:
         return _Cause(0, f"no answer from {name}", [member])
     if isinstance(error, ray.exceptions.RayActorError):
         return _Cause(0, f"{name} died", [member])
-    cause = getattr(error, "cause", error)
-    if isinstance(cause, WeightGroupError):
-        return _Cause(2 if isinstance(cause, GivenUpError) else 1, str(cause), cause.members)
-    return _Cause(0, f"{name}: {type(cause).__name__}: {cause}", [member])
+    if isinstance(error, WeightGroupError):
+        return _Cause(2 if isinstance(error, GivenUpError) else 1, str(error), error.members)
+    return _Cause(0, f"{name}: {type(error).__name__}: {error}", [member])

@@ -1,9 +1,11 @@
 """Weights through Ray's object store: one put, one get a worker, no process group to break."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import ray
 
+from g2rpo_ray.cluster.postmortem import error_of
 from g2rpo_ray.weight_sync.base import (
     Peer,
     SyncReport,
@@ -14,6 +16,40 @@ from g2rpo_ray.weight_sync.base import (
 )
 
 
+@dataclass(frozen=True)
+class StoredWeights:
+    """One version of the weights in the object store: sent as it is, whatever is learned since."""
+
+    version: int
+    receipt: ray.ObjectRef
+    weights: ray.ObjectRef
+    timeout_s: float
+
+    def send(self, receivers: Sequence[Peer]) -> SyncReport:
+        """Have the workers fetch them, and verify each one's answer; see ``WeightSync.sync``."""
+        version = self.version
+        answers = [peer.handle.receive_weights.remote(version, self.weights) for peer in receivers]
+        _, missing = ray.wait(answers, num_returns=len(answers), timeout=self.timeout_s)
+        asked = list(zip(receivers, answers, strict=True))
+        silent = [peer for peer, answer in asked if answer in missing]
+        if silent:
+            raise WeightSyncError(
+                f"weight sync of version {version} did not end within {self.timeout_s:g} s "
+                f"(weight_sync.timeout_s) at {silent[0].name}",
+                silent,
+            )
+        failed = [(peer, error) for peer, answer in asked if (error := error_of(answer))]
+        if failed:
+            peer, error = failed[0]
+            raise WeightSyncError(
+                f"weight sync of version {version} failed at {peer.name}: "
+                f"{type(error).__name__}: {error}",
+                [peer for peer, _ in failed],
+            ) from error
+        held = ray.get(answers)
+        return verify(ray.get(self.receipt, timeout=self.timeout_s), receivers, held)
+
+
 class ObjectStoreSync(WeightSync):
     """For adapters and models of up to a few GB."""
 
@@ -21,40 +57,5 @@ class ObjectStoreSync(WeightSync):
         self._timeout_s = timeout_s
 
     def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> SyncReport:
-        expected, weights = learner.export_weight_refs(version)
-        return self.send(expected, weights, receivers, version)
-
-    def send(
-        self,
-        expected: ray.ObjectRef,
-        weights: ray.ObjectRef,
-        receivers: Sequence[Peer],
-        version: int,
-    ) -> SyncReport:
-        """As ``sync``, of weights (and their receipt) that are in the object store already."""
-        answers = [peer.handle.receive_weights.remote(version, weights) for peer in receivers]
-        ray.wait(answers, num_returns=len(answers), timeout=self._timeout_s)
-        asked = list(zip(receivers, answers, strict=True))
-        silent = [peer for peer, answer in asked if not _is_there(answer)]
-        if silent:
-            raise WeightSyncError(
-                f"weight sync of version {version} did not end within {self._timeout_s:g} s "
-                f"(weight_sync.timeout_s) at {silent[0].name}",
-                silent,
-            )
-        receipts, failed, causes = [], [], []
-        for peer, answer in asked:
-            try:
-                receipts.append(ray.get(answer))
-            except ray.exceptions.RayError as error:
-                failed.append(peer)
-                causes.append(error)
-        if failed:
-            raise WeightSyncError(
-                f"weight sync of version {version} failed at {failed[0].name}: {causes[0]}", failed
-            ) from causes[0]
-        return verify(ray.get(expected, timeout=self._timeout_s), receivers, receipts)
-
-
-def _is_there(answer: ray.ObjectRef) -> bool:
-    return bool(ray.wait([answer], timeout=0)[0])
+        stored = StoredWeights(version, *learner.export_weight_refs(version), self._timeout_s)
+        return stored.send(receivers)

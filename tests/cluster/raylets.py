@@ -53,7 +53,7 @@ class Raylets:
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ray.scripts.scripts", "start", "--block",
-                 "--disable-usage-stats", "--object-store-memory=600000000",
+                 "--disable-usage-stats", "--object-store-memory=600000000", "--num-gpus=0",
                  "--min-worker-port=0", "--max-worker-port=0",
                  "--dashboard-agent-listen-port=0", *options],
                 env=self.environment | environment,

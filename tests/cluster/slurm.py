@@ -114,7 +114,7 @@ class Slurm:
             "PYTHONPATH": str(ROOT),
             "G2RPO_PYTHON": sys.executable,
             "G2RPO_HOME": str(ROOT),
-            "G2RPO_RAY_OPTIONS": "--object-store-memory=200000000",
+            "G2RPO_RAY_OPTIONS": "--object-store-memory=200000000 --num-gpus=0",
             "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin",
         }
 

@@ -106,6 +106,9 @@ def test_workers_get_only_what_the_list_lets_through(monkeypatch: pytest.MonkeyP
     assert passed.keys() - {"NCCL_DEBUG"} == connect.WORKER_ENVIRONMENT.keys() | {
         name for name in passed if name.startswith("NCCL_")
     } - {"NCCL_DEBUG"}
+    # What a user's own shell says of hidden cards is no setting of the run.
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    assert worker_environment(["RAY_ACCEL*"])["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] == "1"
     with pytest.raises(
         ClusterError, match=r"HF_TOKEN through, which looks like a secret"
     ) as caught:
@@ -127,7 +130,7 @@ def test_waiting_is_said_and_ends_with_a_diagnosis(monkeypatch: pytest.MonkeyPat
     too_many = Demand("rollout.workers", 9, {"CPU": 1.0})
     with (
         pytest.raises(ClusterError) as caught,
-        placed([too_many], [reward], timeout_s=3, note=lines.append),
+        placed([too_many], [reward], timeout_s=3, tell=lines.append),
     ):
         pytest.fail("there is no room for 9 CPUs")
     assert len(lines) >= 2
@@ -143,15 +146,15 @@ def test_waiting_is_said_and_ends_with_a_diagnosis(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_busy_cluster_is_told_from_a_small_one() -> None:
     big = Demand("rollout.workers", 1, {"CPU": 6.0})
-    with placed([big], [], timeout_s=120, note=lambda _: None):
+    with placed([big], [], timeout_s=120, tell=lambda _: None):
         with (
             pytest.raises(ClusterError, match=r"Others use the cluster.*ray status") as caught,
-            placed([big], [], timeout_s=1, note=lambda _: None),
+            placed([big], [], timeout_s=1, tell=lambda _: None),
         ):
             pytest.fail("6 of 8 CPUs are taken")
         assert "wants 6 CPU and the cluster has 2 free" in str(caught.value)
     # The room of both is given back.
-    with placed([big], [], timeout_s=120, note=lambda _: None):
+    with placed([big], [], timeout_s=120, tell=lambda _: None):
         pass
 
 
@@ -160,7 +163,7 @@ def test_a_label_that_nobody_has(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "rollout.label_selector={ray.io/accelerator-type: H200}")
     with (
         pytest.raises(ClusterError, match=r"rollout.label_selector .* fits no node"),
-        placed([demand.rollout_demand(config)], [], timeout_s=1, note=lambda _: None),
+        placed([demand.rollout_demand(config)], [], timeout_s=1, tell=lambda _: None),
     ):
         pytest.fail("no node has that label")
 

@@ -196,6 +196,10 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["weight_sync.transport=nccl", "rollout.gpus_per_worker=0.5"],
             ["rollout.gpus_per_worker is 0.5", "no two members on one card", "half a GPU"],
         ),
+        (
+            ["weight_sync.transport=nccl", "rollout.gpus_per_worker=1", "learner.gpus_per_rank=0"],
+            ["learner.gpus_per_rank is 0", "0 is the CPU", "cards for both or neither"],
+        ),
         (["evaluation.min_gain=0.1"], ["evaluation.min_gain is 0.1", "patience is 0"]),
         (
             ["rollout.timeout_s=30"],

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -147,6 +148,10 @@ def test_the_gallery_shows_every_picture_and_prompts_as_text(records: Records) -
     assert page.cards[0]["scores"]["10"]["mine"]["hps"] == pytest.approx(0.5)
     assert page.cards[1]["scores"]["10"]["mine (hybrid 0.6)"]["hps"] is None
     assert page.cards[0]["base"]["10"]["hps"] == pytest.approx(0.2)
+    # Prompts 3 and 9 became better than the base model's, prompt 7 worse.
+    assert re.findall(r'class="(up|down)">([\d.]+)', path.read_text()) == [
+        ("up", "0.5000"), ("up", "0.4000"), ("down", "0.3000"), ("up", "0.7000"),
+    ]  # fmt: skip
 
 
 def test_a_folder_goes_on_where_it_was_killed(records: Records) -> None:
@@ -221,8 +226,8 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_columns_stand_in_the_papers_order() -> None:
     kinds = ["oracle", "unified_reward", "clip", "pickscore", "hps", "image_reward"]
-    rewards = {f"r{i}": RewardSection(kind=kind) for i, kind in enumerate(kinds)}
-    rewards[DIVERSITY] = RewardSection(kind=DIVERSITY)
+    rewards = {f"r{i}": RewardSection.model_construct(kind=kind) for i, kind in enumerate(kinds)}
+    rewards[DIVERSITY] = RewardSection.model_construct(kind=DIVERSITY)
     assert [rewards[name].kind for name in column_names(rewards)] == [
         "hps", "clip", "pickscore", "image_reward", "unified_reward", "oracle",
     ]  # fmt: skip

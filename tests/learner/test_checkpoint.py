@@ -193,7 +193,7 @@ def fail(*_: object, **__: object) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("step", ["write_parts", "_sha256", "_flush"])
+@pytest.mark.parametrize("step", ["write_parts", "sha256_of_file", "_flush"])
 def test_a_failure_at_any_step_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from ray.actor import ActorHandle
 from torch import Tensor
 
+from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo
 from g2rpo_ray.learner.checkpoints.parts import StatePart
@@ -116,7 +117,7 @@ def ranks(ray_cluster: None, run_dir: Path) -> Iterator[dict[int, Ranks]]:  # no
     for count in (1, 2):
         config = tiny_config(run_dir, f"learner.ranks={count}")
         actors = [ray.remote(Rank).options(num_cpus=0.5).remote(config, r) for r in range(count)]
-        groups[count] = Ranks(actors, ray.get(actors[0].free_address.remote()))
+        groups[count] = Ranks(actors, ray.get(actors[0].__ray_call__.remote(free_address)))
     yield groups
     for group in groups.values():
         for actor in group.actors:

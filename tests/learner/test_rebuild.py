@@ -310,7 +310,7 @@ class _Unstarted(LearnerGroup):
 
 
 def _unstarted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LearnerGroup:
-    rank = SimpleNamespace(__ray_call__=mock.Mock(), free_address=mock.Mock(), start=mock.Mock())
+    rank = SimpleNamespace(__ray_call__=mock.Mock(), start=mock.Mock())
     fake_ray = mock.Mock()
     fake_ray.remote.return_value.options.return_value.remote.return_value = rank
     monkeypatch.setattr(ranks_module, "ray", fake_ray)
@@ -346,8 +346,8 @@ def test_the_first_update_after_a_rebuild_is_not_judged_by_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = _unstarted(tmp_path, monkeypatch)
-    group._patience.record(1.0)
-    assert group._patience.deadline_s < group._config.learner.timeout_s
+    group._deadline.record(1.0)
+    assert group._deadline.deadline_s < group._config.learner.timeout_s
     lost = [RankLostError("learner: a rank died")]
 
     def once() -> None:
@@ -356,4 +356,4 @@ def test_the_first_update_after_a_rebuild_is_not_judged_by_those_before(
 
     group._recovering(once)
     assert group.rebuilds == 1
-    assert group._patience.deadline_s == group._config.learner.timeout_s
+    assert group._deadline.deadline_s == group._config.learner.timeout_s

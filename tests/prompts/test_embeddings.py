@@ -12,14 +12,14 @@ import torch
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.text import TextEncoder
-from g2rpo_ray.prompts import embed as embed_module
 from g2rpo_ray.prompts import encoder as encoder_module
 from g2rpo_ray.prompts.dataset import read_config_prompts
-from g2rpo_ray.prompts.embed import EmbedError, EmbedOptions, embed
 from g2rpo_ray.prompts.embeddings import Embeddings
 from g2rpo_ray.prompts.encoder import PromptEncoder
 from g2rpo_ray.prompts.selection import Selection
 from g2rpo_ray.prompts.sources import PromptFileError
+from g2rpo_ray.training import embed as embed_module
+from g2rpo_ray.training.embed import EmbedError, EmbedOptions, embed
 from tests.tiny import copy_flux, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

@@ -4,16 +4,16 @@ import random
 
 import pytest
 
-from g2rpo_ray.cluster.deadlines import FACTOR, Patience
+from g2rpo_ray.cluster.deadlines import FACTOR, LearnedDeadline
 from g2rpo_ray.rollout.dispatch import Dispatch
 
 
-def patience() -> Patience:
-    return Patience(limit_s=100.0, floor_s=2.0)
+def deadline() -> LearnedDeadline:
+    return LearnedDeadline(limit_s=100.0, floor_s=2.0)
 
 
 def test_a_worker_has_one_task_and_gets_the_next_when_it_is_done() -> None:
-    dispatch = Dispatch(3, patience())
+    dispatch = Dispatch(3, deadline())
     dispatch.join(7, seasoned=True)
     assert list(dispatch.assign(0.0)) == [(7, 0)]
     assert list(dispatch.assign(0.0)) == []
@@ -22,7 +22,7 @@ def test_a_worker_has_one_task_and_gets_the_next_when_it_is_done() -> None:
 
 
 def test_the_task_of_a_worker_that_left_is_next() -> None:
-    dispatch = Dispatch(3, patience())
+    dispatch = Dispatch(3, deadline())
     dispatch.join(0, seasoned=True)
     dispatch.join(1, seasoned=True)
     assert list(dispatch.assign(0.0)) == [(0, 0), (1, 1)]
@@ -34,7 +34,7 @@ def test_the_task_of_a_worker_that_left_is_next() -> None:
 
 
 def test_a_late_answer_does_not_count() -> None:
-    dispatch = Dispatch(1, patience())
+    dispatch = Dispatch(1, deadline())
     dispatch.join(0, seasoned=True)
     list(dispatch.assign(0.0))
     dispatch.leave(0)
@@ -48,7 +48,7 @@ def test_a_late_answer_does_not_count() -> None:
 
 
 def test_overdue_by_the_pools_history_but_a_workers_first_task_may_take_the_limit() -> None:
-    history = patience()
+    history = deadline()
     for _ in range(5):
         history.record(1.0)
     dispatch = Dispatch(2, history)
@@ -62,7 +62,7 @@ def test_overdue_by_the_pools_history_but_a_workers_first_task_may_take_the_limi
 
 
 def test_a_deadline_is_kept_between_its_bounds() -> None:
-    history = patience()
+    history = deadline()
     assert history.deadline_s == 100.0
     history.record(0.01)
     assert history.deadline_s == 2.0
@@ -74,7 +74,7 @@ def test_a_deadline_is_kept_between_its_bounds() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_any_comings_and_goings_lose_and_double_nothing(seed: int) -> None:
     chance = random.Random(seed)
-    dispatch = Dispatch(200, patience())
+    dispatch = Dispatch(200, deadline())
     living: set[int] = set()
     running: dict[int, int] = {}
     accepted: list[int] = []

@@ -45,7 +45,7 @@ def tiny_config(algorithm: str, **sections: dict[str, Any]) -> Config:
 
 def tiny_policy(*, lora: bool = False) -> FluxPolicy:
     """One double and one single block of width 32, float32, the same weights every time."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = FluxTransformer2DModel(
             patch_size=1,

@@ -15,7 +15,7 @@ def test_a_setup_is_a_valid_configuration(
     setup: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench_scale = load_script("bench_scale")
-    monkeypatch.setattr(bench_scale, "write_scorer", lambda path: path)
+    monkeypatch.setattr("measuring.write_scorer", lambda path: {"checkpoint": str(path)})
     options = argparse.Namespace(setup=setup, tiny=False, heads=None, overrides=[])
     config, _ = bench_scale.make_config(options, tmp_path)
     assert config.weight_transport == transport

@@ -12,9 +12,9 @@ from diffusers import AutoencoderKL, FluxPipeline
 from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tiny_world.oracle import check
 from g2rpo_ray.tiny_world.scene import all_captions, split_captions
-from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
-from g2rpo_ray.tiny_world.training.pictures import PictureSource
-from g2rpo_ray.tiny_world.training.rewards import Reader, load_clip, load_hps, score
+from tiny_world.autoencoder import decode, encode
+from tiny_world.pictures import PictureSource
+from tiny_world.rewards import Reader, load_clip, load_hps, score
 
 CPU = torch.device("cpu")
 

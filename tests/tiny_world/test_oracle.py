@@ -7,7 +7,7 @@ import torch
 
 from g2rpo_ray.tiny_world.oracle import check
 from g2rpo_ray.tiny_world.scene import COLOURS, all_captions, parse_caption
-from g2rpo_ray.tiny_world.training.pictures import PictureSource
+from tiny_world.pictures import PictureSource
 
 CAPTION = "a red circle left of a blue square"
 

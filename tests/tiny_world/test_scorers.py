@@ -12,8 +12,8 @@ from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
 from g2rpo_ray.rewards.scorers.image_reward import ImageRewardScorer
 from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
 from g2rpo_ray.tiny_world.scene import all_captions
-from g2rpo_ray.tiny_world.training.pictures import PictureSource
-from g2rpo_ray.tiny_world.training.scorers import (
+from tiny_world.pictures import PictureSource
+from tiny_world.scorers import (
     CLIP,
     fit_aesthetic_head,
     scorer_options,

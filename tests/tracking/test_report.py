@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from PIL import Image
 
 from g2rpo_ray.config import TrackingSection
 from g2rpo_ray.tracking.metrics import MetricsLog
-from g2rpo_ray.tracking.report.charts import Series, line_chart, stacked_bars, ticks
+from g2rpo_ray.tracking.report.charts import Scale, Series, line_chart, stacked_bars
 from g2rpo_ray.tracking.report.page import write_report
 from tests.tracking.fake_run import CONFIG, PROMPTS, add_pictures, make_run
 
@@ -194,11 +195,20 @@ def test_settings_of_another_version_are_listed_without_arithmetic(tmp_path: Pat
     assert "size: 64" in page.text
 
 
+def test_templates_travel_with_the_package() -> None:
+    root = Path(__file__).parents[2]
+    packed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent.relative_to(root) for path in root.glob("g2rpo_ray/**/templates/*")}
+    assert folders
+    for folder in folders:
+        assert "templates/*" in packed["package-data"][".".join(folder.parent.parts)]
+
+
 @pytest.mark.parametrize(
     ("low", "high"), [(0, 1), (0.4, 0.7), (-3e-9, 2e-8), (0, 7), (12_000, 99_000), (-1, 1)]
 )
 def test_ticks_are_few_and_inside(low: float, high: float) -> None:
-    values = ticks(low, high)
+    values = Scale(low, high, 0, 1).ticks(5)
     assert 2 <= len(values) <= 6
     slack = 1e-9 * (high - low)
     assert low - slack <= min(values)

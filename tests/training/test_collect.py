@@ -13,9 +13,14 @@ from g2rpo_ray.maths.objective import PolicyHealth
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.rollout.reward_summary import summarise
 from g2rpo_ray.tracking.names import known_name
-from g2rpo_ray.training.collect import rollout_metrics, update_metrics
+from g2rpo_ray.training import collect
+from g2rpo_ray.training.collect import update_metrics
 
 NAN = math.nan
+
+
+def rollout_metrics(drawn: list[RolloutSummary], generate_s: float) -> dict[str, float]:
+    return collect.rollout_metrics(drawn, generate_s, tflop_per_evaluation=0.5)
 
 
 def summary(

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from g2rpo_ray.common.errors import RunError
-from g2rpo_ray.common.stop import StopRequested, StopSignal
+from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
 from g2rpo_ray.learner.checkpoints.folders import (
@@ -31,12 +31,18 @@ from g2rpo_ray.learner.checkpoints.folders import (
     iteration_of,
     list_checkpoints,
 )
-from g2rpo_ray.rollout.answers import HeldoutPictures
+from g2rpo_ray.learner.ranks import LearnerUpdate
+from g2rpo_ray.learner.update import StepRecord
+from g2rpo_ray.maths.objective import PolicyHealth
+from g2rpo_ray.rollout.answers import HeldoutPictures, RolloutSummary
 from g2rpo_ray.run.folder import open_run
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.weights import checkpoint_named
-from g2rpo_ray.tracking.metrics import MetricsLog, read_metrics
-from g2rpo_ray.training.train import TrainingLoop
+from g2rpo_ray.tracking.metrics import read_metrics
+from g2rpo_ray.training.loop import Drawn, TrainingLoop
+from g2rpo_ray.training.session import Session
+from g2rpo_ray.training.train import iterate
+from g2rpo_ray.weight_sync import SyncReport
 from tests.tiny import tiny_config
 
 OVERRIDES = ["checkpoint.best=oracle", "evaluation.every=1", "checkpoint.every=1",
@@ -62,7 +68,7 @@ class FakePool:
     """What every evaluation has to tell."""
 
     def sync(self, send: Any) -> None:
-        self.version = send([])
+        self.version = send([]).version
 
     def evaluate(self, prompts: Sequence[object], on_wait: Any) -> list[HeldoutPictures]:
         version = self.version
@@ -76,15 +82,21 @@ class FakePool:
 
 
 class FakeLearner:
-    """Writes checkpoints of two numbers, as late as it may."""
+    """Learns nothing; writes checkpoints of two numbers, as late as it may."""
 
     busy_s = 0.0
     rebuilds = 0
     written_s = 0.0
     saved_unix_s = None
 
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
+        self.version = version
         self.write: Callable[[], None] = lambda: None
+
+    def update(self, _groups: object) -> LearnerUpdate:
+        self.version += 1
+        health = PolicyHealth(1.0, 0.0, 0.0, 0.0, 0.0)
+        return LearnerUpdate([StepRecord(0, 0, 0, 0.0, health, 0.0, True, 0, 0.0, 0.0)], [1.0], 0.1)
 
     def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int]) -> None:
         def write() -> None:
@@ -103,27 +115,21 @@ class FakeLearner:
 
 
 class Loop(TrainingLoop):
-    """Trains nothing: every iteration gives new weights and calls ``meanwhile``."""
+    """Draws nothing: calls ``meanwhile`` instead."""
 
     meanwhile: Callable[[], None]
 
-    def train_iteration(self) -> dict[str, float]:
-        number = self.state.iteration + 1
+    def generate(self) -> Drawn:
         self.stop.check()
         self.meanwhile()
-        self.state = replace(self.state, iteration=number, weight_version=number)
-        self.sync()
-        return {}
+        summary = RolloutSummary(0, self.iteration, 1, 1, {}, {}, [], [], 0.0, [])
+        return Drawn(self.iteration, [summary], [], 1.0)
 
     def settle(self) -> None:
         """Wait until the evaluation beside the training has ended."""
         beside = self.heldout._beside
         if beside is not None:
             wait([beside.results], 10)
-
-    def sync(self) -> Any:
-        if self.roles.evaluation_pool is None:
-            self.roles.pool.version = self.state.weight_version  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -178,28 +184,31 @@ class Run:
         self.told.clear()
         trained = Trained(opened.folder, self.config, self.told)
 
-        def weights_of_now(_timeout_s: float) -> Callable[[object], int]:
-            version = loop.state.weight_version
-            return lambda _workers: version
+        learner = FakeLearner(opened.info.weight_version)
+
+        def weights_of_now(_timeout_s: float) -> Any:
+            report = SyncReport(learner.version, 1, 1, "")
+            return SimpleNamespace(send=lambda _workers: report)
+
+        def sync() -> SyncReport:
+            if not self.beside:
+                self.pool.version = learner.version
+            return SyncReport(learner.version, 1, 1, "")
 
         roles: Any = SimpleNamespace(
             pool=self.pool,
             evaluation_pool=self.pool if self.beside else None,
             weights_of_now=weights_of_now,
-            encoder=SimpleNamespace(encode=SimpleNamespace(remote=lambda *_: None)),
-            learner=FakeLearner(),
+            sync=sync,
+            encode=list,
+            learner=learner,
             rewards=SimpleNamespace(replicas=lambda: 1),
         )
-        progress: Any = MagicMock(note=trained.told.append)
-        memory: Any = SimpleNamespace(pss_gib=0.0, peak_rss_gib=0.0)
-        settings, prompts = self.config.model_dump(mode="json"), ["a red circle"]
-        log = MetricsLog(opened.folder, self.config.tracking, settings, opened.first_record)
-        with StopSignal() as stop, log:
-            heldout = list(enumerate(prompts))
-            loop = Loop(self.config, opened, roles, log, progress, stop, memory, prompts, heldout)
+        session = Session(self.config, opened, ["a red circle"], ["a red circle"])
+        session.progress = MagicMock(note=trained.told.append)
+        with session.stop, session.recording(), closing(Loop(session, roles)) as loop:
             loop.meanwhile = partial(meanwhile, loop)
-            with closing(loop.heldout):
-                loop.run()
+            iterate(loop)
         return trained
 
 
@@ -229,8 +238,9 @@ def test_a_checkpoint_under_evaluation_is_kept_until_it_is_judged(tmp_path: Path
     there: dict[int, list[int]] = {}
 
     def meanwhile(loop: Loop) -> None:
+        opened = loop.session.run.folder
         loop.finish_save()
-        there[loop.state.iteration] = [iteration_of(p) for p in list_checkpoints(loop.run_folder)]
+        there[loop.state.iteration] = [iteration_of(p) for p in list_checkpoints(opened)]
         if loop.state.iteration == 1:
             loop.settle()
             run.pool.may_end.clear()
@@ -332,7 +342,7 @@ def test_a_stop_gives_up_the_evaluation_and_resume_makes_it(tmp_path: Path) -> N
             run.pool.may_end.clear()
         if loop.state.iteration == 2:
             signal.raise_signal(signal.SIGTERM)
-            loop.on_wait(0, 1)
+            loop.session.on_wait(0, 1)
 
     with pytest.raises(StopRequested):
         run.train(meanwhile)

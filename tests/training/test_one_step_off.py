@@ -5,20 +5,23 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from g2rpo_ray.common.section import ConfigError
-from g2rpo_ray.common.stop import StopRequested, StopSignal
+from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
+from g2rpo_ray.learner.group_training import StepRecord
 from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
-from g2rpo_ray.learner.update import StepRecord
 from g2rpo_ray.maths.objective import PolicyHealth
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run.folder import Run
+from g2rpo_ray.training.loop import Drawn
 from g2rpo_ray.training.one_step_off import OneStepOffLoop
+from g2rpo_ray.training.session import Session
+from g2rpo_ray.training.train import train_iteration
 from g2rpo_ray.weight_sync import SyncReport
 from tests.tiny import tiny_config
 
@@ -55,9 +58,8 @@ class FakeRoles:
     def replicas(self) -> int:
         return 1
 
-    @property
-    def encoder(self) -> Any:
-        return SimpleNamespace(encode=SimpleNamespace(remote=lambda number, _text: number))
+    def encode(self, prompts: list[tuple[int, str]]) -> list[int]:
+        return [number for number, _ in prompts]
 
     def generate(self, prompts: list[int], iteration: int, on_wait: Any) -> Any:
         on_wait(0, len(prompts))
@@ -82,27 +84,26 @@ class FakeRoles:
         return SyncReport(self.version, 1, 1, "")
 
 
-def loop_of(tmp_path: Path, roles: FakeRoles, stop: StopSignal, *overrides: str) -> OneStepOffLoop:
+def loop_of(tmp_path: Path, roles: FakeRoles, *overrides: str) -> OneStepOffLoop:
     config = tiny_config(tmp_path / "run", "pipeline=one_step_off", "iterations=5", *overrides)
     run = Run(tmp_path, None, CheckpointInfo(0, 0, 0, 0, 0.0, "full", 0), None)
-    progress: Any = SimpleNamespace(
-        phase=lambda _: None, waiting=lambda *_: None, note=roles.diary.append
-    )
-    nothing: Any = None
-    log: Any = SimpleNamespace(observe=lambda *_: None, live=lambda _: None)
+    session: Any = Session(config, run, ["a", "b", "c"], [])
+    session.progress, session.log = MagicMock(note=roles.diary.append), MagicMock()
     kinds: Any = roles
-    return OneStepOffLoop(config, run, kinds, log, progress, stop, nothing, ["a", "b", "c"], [])
+    return OneStepOffLoop(session, kinds)
 
 
-@pytest.fixture
-def stop() -> StopSignal:
-    return StopSignal()
+def train_one(loop: OneStepOffLoop) -> dict[str, float]:
+    """One iteration; returns the numbers that were recorded."""
+    train_iteration(loop)
+    record: Any = loop.session.log.record
+    return dict(record.call_args.args[1])
 
 
-def test_the_next_groups_are_drawn_before_the_update_ends(tmp_path: Path, stop: StopSignal) -> None:
+def test_the_next_groups_are_drawn_before_the_update_ends(tmp_path: Path) -> None:
     roles = FakeRoles(learns_after=1)
-    loop = loop_of(tmp_path, roles, stop)
-    stales = [loop.train_iteration()["rollout/staleness"] for _ in range(5)]
+    loop = loop_of(tmp_path, roles)
+    stales = [train_one(loop)["rollout/staleness"] for _ in range(5)]
     assert roles.diary[:3] == ["draw 0 with 0", "draw 1 with 0", "learn groups 0"]
     assert [line for line in roles.diary if line.startswith("learn")] == [
         f"learn groups {iteration}" for iteration in range(5)
@@ -113,35 +114,33 @@ def test_the_next_groups_are_drawn_before_the_update_ends(tmp_path: Path, stop: 
     assert (loop.state.iteration, loop.state.weight_version) == (5, 5)
 
 
-def test_a_slow_learner_lets_more_be_drawn_up_to_the_bound(
-    tmp_path: Path, stop: StopSignal
-) -> None:
+def test_a_slow_learner_lets_more_be_drawn_up_to_the_bound(tmp_path: Path) -> None:
     roles = FakeRoles(learns_after=2)
-    loop = loop_of(tmp_path, roles, stop, "max_staleness=2")
-    loop.train_iteration()
+    loop = loop_of(tmp_path, roles, "max_staleness=2")
+    train_one(loop)
     assert roles.diary == ["draw 0 with 0", "draw 1 with 0", "draw 2 with 0", "learn groups 0"]
-    assert loop.train_iteration()["rollout/staleness"] == 1
-    assert loop.train_iteration()["rollout/staleness"] == 2
+    assert train_one(loop)["rollout/staleness"] == 1
+    assert train_one(loop)["rollout/staleness"] == 2
 
 
-def test_groups_older_than_the_bound_are_drawn_again(tmp_path: Path, stop: StopSignal) -> None:
+def test_groups_older_than_the_bound_are_drawn_again(tmp_path: Path) -> None:
     roles = FakeRoles()
     roles.may_learn.set()
-    loop = loop_of(tmp_path, roles, stop)
-    loop.train_iteration()
+    loop = loop_of(tmp_path, roles)
+    train_one(loop)
     roles.workers_version = roles.version = 7
     object.__setattr__(loop.state, "weight_version", 7)
-    assert loop.train_iteration()["rollout/staleness"] == 0
+    assert train_one(loop)["rollout/staleness"] == 0
     assert any("dropped and drawn again (max_staleness)" in line for line in roles.diary)
 
 
-def test_groups_that_are_lost_are_drawn_again(tmp_path: Path, stop: StopSignal) -> None:
+def test_groups_that_are_lost_are_drawn_again(tmp_path: Path) -> None:
     """And it is their numbers that are recorded."""
     roles = FakeRoles()
-    loop = loop_of(tmp_path, roles, stop)
-    loop.train_iteration()
+    loop = loop_of(tmp_path, roles)
+    train_one(loop)
     roles.lose_once = True
-    values = loop.train_iteration()
+    values = train_one(loop)
     # Drawn ahead with 0, lost, and drawn again with the weights of now.
     draws = [line for line in roles.diary if line.startswith("draw 1")]
     assert draws == ["draw 1 with 0", "draw 1 with 1"]
@@ -151,28 +150,26 @@ def test_groups_that_are_lost_are_drawn_again(tmp_path: Path, stop: StopSignal) 
 
 def test_a_stop_lets_the_update_end_and_counts_it(tmp_path: Path) -> None:
     roles = FakeRoles(learns_after=-1)
-    with StopSignal() as stop:
-        loop = loop_of(tmp_path, roles, stop)
-        draw = loop.draw
+    loop = loop_of(tmp_path, roles)
+    draw, learn = loop.draw, loop.learn
 
-        def draw_and_stop(iteration: int) -> Any:
-            drawn = draw(iteration)
-            signal.raise_signal(signal.SIGTERM)
-            return drawn
+    def draw_and_stop(iteration: int) -> Any:
+        drawn = draw(iteration)
+        signal.raise_signal(signal.SIGTERM)
+        return drawn
 
-        result_of = loop.result_of
+    def learn_after_the_stop(drawn: Drawn) -> Any:
+        roles.may_learn.set()
+        return learn(drawn)
 
-        def learn_after_the_stop(*arguments: Any) -> Any:
-            roles.may_learn.set()
-            return result_of(*arguments)
-
-        loop.draw = draw_and_stop  # type: ignore[method-assign]
-        loop.result_of = learn_after_the_stop  # type: ignore[assignment, method-assign]
-        values = loop.train_iteration()
+    loop.draw = draw_and_stop  # type: ignore[method-assign]
+    loop.learn = learn_after_the_stop  # type: ignore[method-assign]
+    with loop.stop:
+        values = train_one(loop)
         assert "sync/bytes" not in values
         assert (loop.state.iteration, roles.version) == (1, 1)
         with pytest.raises(StopRequested):
-            loop.train_iteration()
+            train_one(loop)
 
 
 def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:

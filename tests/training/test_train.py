@@ -1,5 +1,6 @@
 """What starting a run does to its folder; for the loop see tests/evaluation, integration."""
 
+import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,23 @@ from g2rpo_ray.run.folder import open_run
 from g2rpo_ray.run.weights import trained_kind
 from g2rpo_ray.training import train as train_module
 from tests.tiny import tiny_config
+
+ROOM = Path(train_module.__file__).parent
+LINES, PARAMETERS = 100, 6
+
+
+def test_the_whole_run_is_read_on_one_screen() -> None:
+    lines = Path(train_module.__file__).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LINES, "training/train.py: move what a line does into training/loop.py"
+
+
+@pytest.mark.parametrize("path", sorted(ROOM.glob("*.py")), ids=lambda path: path.name)
+def test_no_function_of_the_loop_is_handed_half_the_house(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = node.args
+            count = len([*given.posonlyargs, *given.args, *given.kwonlyargs])
+            assert count <= PARAMETERS, f"{path.name}: {node.name} takes {count} parameters"
 
 
 @pytest.mark.parametrize("starts", [True, False])
@@ -38,7 +56,7 @@ def test_a_resumed_path_gives_up_what_came_later_once_everything_has_started(
         yield MagicMock()
 
     monkeypatch.setattr(train_module, "launch", launch)
-    monkeypatch.setattr("g2rpo_ray.training.one_step_off.OneStepOffLoop", MagicMock())
+    monkeypatch.setattr(train_module, "iterate", lambda _loop: None)
     if starts:
         train_module.train(config, resume=str(chosen))
     else:

@@ -10,6 +10,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
+from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.worker import Learner
 from g2rpo_ray.models.weights import TensorLayout, WeightReceipt, receipt, trainable_parameters
@@ -58,7 +59,7 @@ class Ranks:
         count = config.learner.ranks
         actor = ray.remote(Rank).options(num_cpus=0.2)
         self.actors = [actor.remote(config, rank) for rank in range(count)]
-        meeting = ray.get(self.actors[0].free_address.remote())
+        meeting = ray.get(self.actors[0].__ray_call__.remote(free_address))
         self.call("start", *meeting, None)
         self.weight_senders = self.actors if config.learner.zero_stage == 3 else self.actors[:1]
 

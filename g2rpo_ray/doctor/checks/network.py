@@ -1,7 +1,6 @@
 """All-reduce between nodes (gloo) and between GPUs (NCCL), with its bandwidth."""
 
 import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +12,13 @@ import torch
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.cluster.demand import Node
 from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 from g2rpo_ray.doctor.probe import name_of
 
-GLOO_MIB, NCCL_MIB = 16, 256
+MIB = {"gloo": 16, "nccl": 256}
+"""Size of the tensor that is summed."""
 REPEATS = 5
 JOIN_TIMEOUT_S, TOTAL_TIMEOUT_S = 45, 120
 SLOW_GB_PER_S = {"gloo": 0.05, "nccl": 1.0}
@@ -29,13 +30,6 @@ REMEDY = (
 
 class Rank:
     """One member of a group that sums a tensor."""
-
-    def address(self) -> tuple[str, int]:
-        """Where the others meet rank 0."""
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
 
     def measure(self, rank: int, ranks: int, address: str, port: int, backend: str) -> float:
         """Seconds of one all-reduce, after one that does not count.
@@ -49,8 +43,7 @@ class Rank:
         )
         try:
             device = "cuda" if backend == "nccl" else "cpu"
-            mib = NCCL_MIB if backend == "nccl" else GLOO_MIB
-            ones = torch.ones(mib << 18, device=device)
+            ones = torch.ones(MIB[backend] << 18, device=device)
             torch.distributed.all_reduce(ones)
             if not bool((ones == ranks).all()):
                 raise RuntimeError(f"the sum of {ranks} ones is wrong over {backend}")
@@ -91,12 +84,11 @@ def _all_reduce(backend: str, seats: Sequence[Seat]) -> list[Finding]:
     outcome = _measure(backend, seats)
     if isinstance(outcome, str):
         return [fail(backend, outcome, REMEDY), *_pairs(backend, seats)]
-    mib = NCCL_MIB if backend == "nccl" else GLOO_MIB
     # Bytes that each rank must send in a ring: 2 (n - 1) / n of the tensor.
     ranks, slowest_s = len(seats), max(outcome)
-    gb_per_s = 2 * (ranks - 1) / ranks * mib * 2**20 / slowest_s / 1e9
+    gb_per_s = 2 * (ranks - 1) / ranks * MIB[backend] * 2**20 / slowest_s / 1e9
     places = len({seat.node.node_id for seat in seats})
-    took = f"{mib} MiB in {slowest_s * 1000:.1f} ms, {gb_per_s:.2f} GB/s"
+    took = f"{MIB[backend]} MiB in {slowest_s * 1000:.1f} ms, {gb_per_s:.2f} GB/s"
     what = f"{ranks} ranks on {places} node(s): {took}"
     if places > 1 and gb_per_s < SLOW_GB_PER_S[backend]:
         return [warn(backend, f"{what}: slow", f"is it the fast network? {REMEDY}")]
@@ -131,7 +123,7 @@ def _measure(backend: str, seats: Sequence[Seat]) -> list[float] | str:
     ]
     refs: list[Any] = []
     try:
-        address, port = ray.get(ranks[0].address.remote(), timeout=TOTAL_TIMEOUT_S)
+        address, port = ray.get(ranks[0].__ray_call__.remote(free_address), timeout=TOTAL_TIMEOUT_S)
         refs = [
             actor.measure.remote(rank, len(ranks), address, port, backend)
             for rank, actor in enumerate(ranks)

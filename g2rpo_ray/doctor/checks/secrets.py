@@ -13,40 +13,35 @@ from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 
 def check_secrets(config: Config | None) -> list[Finding]:
     """Only whether they are there; never their values."""
+    if config is None or config.tracking.wandb_project is None:
+        return []
     findings = []
-    project = config.tracking.wandb_project if config else None
-    if project is not None:
-        if importlib.util.find_spec("wandb") is None:
-            remedy = "pip install 'g2rpo-ray[wandb]', or tracking.wandb_project=null"
-            findings.append(fail("secrets", "the package wandb is not installed", remedy))
-        if not (os.environ.get("WANDB_API_KEY") or _wandb_in_netrc()):
-            findings.append(
-                fail(
-                    "secrets",
-                    f"tracking.wandb_project is {project!r} and there is no WANDB_API_KEY",
-                    "set it in the driver's environment from a secret (docs/security.md), or "
-                    "tracking.wandb_project=null",
-                )
-            )
-        else:
-            findings.append(ok("secrets", "WANDB_API_KEY is set"))
-    return findings
+    if importlib.util.find_spec("wandb") is None:
+        remedy = "pip install 'g2rpo-ray[wandb]', or tracking.wandb_project=null"
+        findings.append(fail("secrets", "the package wandb is not installed", remedy))
+    if os.environ.get("WANDB_API_KEY") or _wandb_in_netrc():
+        return [*findings, ok("secrets", "WANDB_API_KEY is set")]
+    project = config.tracking.wandb_project
+    what = f"tracking.wandb_project is {project!r} and there is no WANDB_API_KEY"
+    remedy = (
+        "set it in the driver's environment from a secret (docs/security.md), or "
+        "tracking.wandb_project=null"
+    )
+    return [*findings, fail("secrets", what, remedy)]
 
 
-def check_authentication(private: bool) -> list[Finding]:
+def check_authentication(private: bool) -> Finding:
     """Who reaches Ray's ports can run code, unless Ray asks for a token."""
     if is_token_auth_enabled():
-        return [ok("authentication", "Ray asks every connection for its token")]
+        return ok("authentication", "Ray asks every connection for its token")
     if private:
-        return [ok("authentication", "off; this Ray is private and ends with the command")]
-    return [
-        warn(
-            "authentication",
-            "off: whoever reaches Ray's ports can run code as you",
-            "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH on every node, driver and client "
-            "(docs/security.md), or a closed network",
-        )
-    ]
+        return ok("authentication", "off; this Ray is private and ends with the command")
+    return warn(
+        "authentication",
+        "off: whoever reaches Ray's ports can run code as you",
+        "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH on every node, driver and client "
+        "(docs/security.md), or a closed network",
+    )
 
 
 def _wandb_in_netrc() -> bool:

@@ -38,16 +38,12 @@ def check_storage(config: Config, probes: Mapping[str, ActorHandle]) -> list[Fin
             {name: probes[name].names.remote(folder) for name in written}, "storage", remedy
         )
         findings += unseen
-        for name, names in seen.items():
+        here = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        for name, names in (seen | {"the driver": here}).items():
             hidden = [other for other in written if files[other].name not in names]
             if hidden:
                 what = f"{name} does not see what {', '.join(hidden)} wrote"
                 findings.append(fail("storage", what, remedy))
-        here = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-        lost = [name for name in written if files[name].name not in here]
-        if lost:
-            what = f"the driver does not see what {', '.join(lost)} wrote"
-            findings.append(fail("storage", what, remedy))
     finally:
         ask({name: probe.remove.remote(folder) for name, probe in probes.items()}, "", remedy, 30)
         shutil.rmtree(folder, ignore_errors=True)

@@ -23,14 +23,11 @@ def check_versions(facts: Mapping[str, NodeFacts]) -> list[Finding]:
             parts = ", ".join(f"{n} {there.get(n)} (not {here.get(n)})" for n in differing)
             findings.append(fail("versions", f"{node} differs from {first}: {parts}", REMEDY))
         elif facts[node].source != facts[first].source:
-            findings.append(
-                fail(
-                    "versions",
-                    f"{node} has other source files of g2rpo_ray than {first}, though both call "
-                    f"themselves {here['g2rpo-ray']}",
-                    REMEDY,
-                )
+            what = (
+                f"{node} has other source files of g2rpo_ray than {first}, though both call "
+                f"themselves {here['g2rpo-ray']}"
             )
+            findings.append(fail("versions", what, REMEDY))
     shown = ", ".join(f"{name} {version}" for name, version in here.items())
     nodes = f"{len(facts)} nodes alike" if others else "1 node"
     return findings or [ok("versions", f"{nodes}: {shown}")]

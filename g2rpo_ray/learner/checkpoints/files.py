@@ -26,6 +26,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import Tensor
 
+from g2rpo_ray.common.files import replace_text, sha256_of_file
 from g2rpo_ray.learner.checkpoints.folders import hide
 from g2rpo_ray.learner.checkpoints.parts import (
     CheckpointError,
@@ -117,9 +118,7 @@ def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
             # On a full disk this makes room for the note.
             for name in contents:
                 (temporary / name).unlink(missing_ok=True)
-        unfinished = temporary / f".{RANK_FILE.format(rank)}"
-        unfinished.write_text(json.dumps(note))
-        unfinished.rename(temporary / RANK_FILE.format(rank))
+        replace_text(temporary / RANK_FILE.format(rank), json.dumps(note))
 
 
 def _write_file(path: Path, parts: Sequence[StatePart]) -> str:
@@ -129,7 +128,7 @@ def _write_file(path: Path, parts: Sequence[StatePart]) -> str:
         _flush(path)
         if not equals_file(path, parts):
             raise CheckpointError(f"what was read back of {path} differs")
-        return _sha256(path)
+        return sha256_of_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
@@ -163,8 +162,7 @@ def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s:
             files |= written["files"]
             note.unlink()
         content = {"format": FORMAT, **asdict(info), "files": files}
-        (temporary / "state.json").write_text(json.dumps(content, indent=1))
-        _flush(temporary / "state.json")
+        replace_text(temporary / "state.json", json.dumps(content, indent=1))
         _flush(temporary)
         # A checkpoint of this iteration may be there when a run was resumed from an older one.
         replaced = hide(folder) if folder.exists() else None
@@ -218,16 +216,6 @@ def is_checkpoint_of(folder: Path, info: CheckpointInfo) -> bool:
     return folder.is_dir() and read_info(folder) == info
 
 
-def _check_file(path: Path, expected_sha256: str) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
-    if _sha256(path) != expected_sha256:
-        raise CheckpointError(
-            f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
-            "with --resume PATH"
-        )
-
-
 def _weights_files(files: Mapping[str, str]) -> dict[str, str]:
     """The SHA-256s of the files with weights, by name."""
     first = WEIGHTS_FILE.partition("{")[0]
@@ -235,8 +223,14 @@ def _weights_files(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _open_files(folder: Path, files: Mapping[str, str]) -> StateReader:
-    for name, expected in files.items():
-        _check_file(folder / name, expected)
+    for path, expected in ((folder / name, sha256) for name, sha256 in files.items()):
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
+        if sha256_of_file(path) != expected:
+            raise CheckpointError(
+                f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
+                "with --resume PATH"
+            )
     return StateReader([folder / name for name in files])
 
 
@@ -269,11 +263,6 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
             "so on with their SHA-256"
         )
     return CheckpointInfo(**content), files
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

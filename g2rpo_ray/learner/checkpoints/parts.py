@@ -56,7 +56,7 @@ def equals_file(path: Path, parts: Sequence[StatePart]) -> bool:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FilePart:
     file: safe_open
     start: int
     length: int
@@ -71,13 +71,13 @@ class StateReader(Mapping[str, Tensor]):
             CheckpointError: the files do not make up whole tensors.
         """
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._places: dict[str, list[_Place]] = {}
+        self._places: dict[str, list[_FilePart]] = {}
         for path in paths:
             file = safe_open(path, framework="pt")
             for key, (start, shape) in json.loads(file.metadata()[PLACES]).items():
                 length = file.get_slice(key).get_shape()[0]
                 self._shapes[key] = tuple(shape)
-                self._places.setdefault(key, []).append(_Place(file, start, length))
+                self._places.setdefault(key, []).append(_FilePart(file, start, length))
         for key, places in self._places.items():
             places.sort(key=lambda place: place.start)
             end = 0

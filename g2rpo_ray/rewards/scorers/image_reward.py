@@ -3,7 +3,6 @@
 Its package needs an old transformers; here its checkpoint runs on transformers' own BLIP.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
+from g2rpo_ray.rewards.scorers.clip_features import DTYPES
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
 
 MAX_TOKENS = 35
@@ -61,8 +62,6 @@ class ImageRewardScorer(RewardScorer):
     def __init__(self, options: Section, device: str) -> None:
         from transformers import AutoTokenizer
 
-        from g2rpo_ray.rewards.scorers.clip_features import DTYPES
-
         assert isinstance(options, self.Options)
         checkpoint, med_config = resolve_path(options.checkpoint), resolve_path(options.med_config)
         tokenizer_folder = resolve_path(options.tokenizer)
@@ -70,7 +69,7 @@ class ImageRewardScorer(RewardScorer):
             raise ScorerError(f"{tokenizer_folder}: no tokenizer_config.json in it")
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
         state = renamed(load_state_dict(checkpoint))
-        self._model = build_model(state, read_json(med_config), checkpoint)
+        self._model = build_model(state, read_json_object(med_config, ScorerError), checkpoint)
         load_weights(self._model, state, checkpoint)
         self._device, self._dtype = torch.device(device), DTYPES[options.dtype]
         self._model.to(self._device).eval()
@@ -175,18 +174,3 @@ class _Chain(nn.ModuleDict):
         for layer in self.values():
             values = layer(values)
         return values
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Content of a JSON file that holds an object.
-
-    Raises:
-        ScorerError: missing, or something else.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ScorerError(f"{file}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ScorerError(f"{file}: expected a JSON object")
-    return content

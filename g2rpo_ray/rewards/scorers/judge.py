@@ -92,7 +92,12 @@ class JudgeScorer(RewardScorer):
         Raises:
             ScorerError: there is none, there are several, or it is out of range.
         """
-        numbers = {float(found) for found in self._numbers(text)}
+        numbers = set()
+        for found in re.findall(self._options.pattern, text):
+            try:
+                numbers.add(float(found))
+            except ValueError as error:
+                raise ScorerError(f"{self._url}: the judge's {found!r:.60} is no number") from error
         shown = f"the judge's answer {text[-120:]!r}"
         if len(numbers) != 1:
             raise ScorerError(
@@ -106,17 +111,6 @@ class JudgeScorer(RewardScorer):
                 f"{self._options.maximum:g}"
             )
         return number
-
-    def _numbers(self, text: str) -> list[str]:
-        found = re.findall(self._options.pattern, text)
-        for number in found:
-            try:
-                float(number)
-            except ValueError as error:
-                raise ScorerError(
-                    f"{self._url}: the judge's {number!r:.60} is no number"
-                ) from error
-        return found
 
     def _text_of(self, answer: Any) -> str:
         try:

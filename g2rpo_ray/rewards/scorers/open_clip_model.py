@@ -1,6 +1,5 @@
 """Loading an open_clip model from local files, never from the hub, with nothing guessed."""
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
@@ -92,12 +92,9 @@ def resolve_architecture(architecture: str) -> str:
     config_file = folder / "open_clip_config.json"
     if not config_file.is_file():
         raise ScorerError(f"{folder}: no open_clip_config.json in it (or no such folder)")
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ScorerError(f"{config_file}: not valid JSON: {error}") from error
+    config = read_json_object(config_file, ScorerError)
     for section, keys in (("model_cfg", ["vision_cfg"]), ("preprocess_cfg", ["mean", "std"])):
-        found = config.get(section) if isinstance(config, dict) else None
+        found = config.get(section)
         missing = keys if not isinstance(found, dict) else [key for key in keys if key not in found]
         if missing:
             raise ScorerError(f"{config_file}: {section} lacks {', '.join(missing)}")

@@ -1,6 +1,5 @@
 """PickScore (arXiv 2305.01569): a transformers CLIP model trained on people's picks."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
@@ -90,8 +90,8 @@ def read_preprocess(file: Path) -> ClipPreprocess:
     Raises:
         ScorerError: it asks for anything but bicubic resizing, a centre crop and normalisation.
     """
+    config = read_json_object(file, ScorerError)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
         size, crop = config["size"], config["crop_size"]
         short = size if isinstance(size, int) else size["shortest_edge"]
         height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])

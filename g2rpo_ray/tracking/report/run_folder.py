@@ -1,18 +1,19 @@
 """What a run folder holds, read for the report in whatever state the run is."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from g2rpo_ray.tracking.metrics import TrackingError, read_metrics
+from g2rpo_ray.tracking.metrics import read_metrics
+from g2rpo_ray.tracking.names import TrackingError
 
 
 @dataclass(frozen=True)
-class HeldoutPictures:
+class EvaluationPictures:
     """Pictures of one evaluation, as ``pictures/heldout/iteration_<n>.json`` lists them."""
 
     iteration: int
@@ -37,7 +38,7 @@ class RunFolder:
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
-    pictures: list[HeldoutPictures] = field(default_factory=list)
+    pictures: list[EvaluationPictures] = field(default_factory=list)
     """By iteration."""
     missing: list[str] = field(default_factory=list)
 
@@ -70,7 +71,10 @@ class RunFolder:
     @property
     def rewards(self) -> list[str]:
         """Names of all rewards, those that are trained on first."""
-        names = {*self.config.get("rewards", {}), *self.heldout}
+        return self.trained_first({*self.config.get("rewards", {}), *self.heldout})
+
+    def trained_first(self, names: Iterable[str]) -> list[str]:
+        """Names of rewards, those that are trained on before the others."""
         return sorted(names, key=lambda name: (name not in self.trained_rewards, name))
 
     @property
@@ -141,7 +145,7 @@ def _lacking_records(run: RunFolder) -> Iterator[str]:
         yield "Only one evaluation was recorded: there is no other to compare it with."
 
 
-def _read_pictures(folder: Path, missing: list[str]) -> Iterator[HeldoutPictures]:
+def _read_pictures(folder: Path, missing: list[str]) -> Iterator[EvaluationPictures]:
     for path in folder.glob("iteration_*.json"):
         try:
             iteration = int(path.stem.removeprefix("iteration_"))
@@ -149,4 +153,4 @@ def _read_pictures(folder: Path, missing: list[str]) -> Iterator[HeldoutPictures
         except ValueError as error:
             missing.append(f"{path.name} cannot be read ({error}): its pictures are left out.")
         else:
-            yield HeldoutPictures(iteration, folder, entries)
+            yield EvaluationPictures(iteration, folder, entries)

@@ -16,10 +16,10 @@ from g2rpo_ray.rewards.scorers.clip_features import ClipFeatures
 from g2rpo_ray.rewards.scorers.image_reward import build_model, rate
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
 from g2rpo_ray.tiny_world.scene import all_captions
-from g2rpo_ray.tiny_world.training.pictures import PictureSource, blur, to_network, to_pictures
-from g2rpo_ray.tiny_world.training.rewards import OPEN_CLIP_PAD, open_clip_config
-from g2rpo_ray.tiny_world.training.support import Progress
-from g2rpo_ray.tiny_world.training.vocabulary import caption_words, clip_tokenizer
+from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
+from tiny_world.rewards import OPEN_CLIP_CONFIG, OPEN_CLIP_PAD
+from tiny_world.support import fit
+from tiny_world.vocabulary import caption_words, clip_tokenizer
 
 CLIP = "local-dir:tiny_world:clip"
 MEAN, STD = list(open_clip.OPENAI_DATASET_MEAN), list(open_clip.OPENAI_DATASET_STD)
@@ -66,30 +66,19 @@ _BLIP_NAMES = [
 
 def to_transformers(state: Mapping[str, Tensor]) -> CLIPModel:
     """A CLIPModel with the weights of one of the tiny world's open_clip models."""
-    sizes: Any = open_clip_config()["model_cfg"]
+    sizes = json.loads(OPEN_CLIP_CONFIG)["model_cfg"]
     vision, text = sizes["vision_cfg"], sizes["text_cfg"]
     config = CLIPConfig(
-        text_config={
-            "hidden_size": text["width"],
-            "intermediate_size": 4 * text["width"],
-            "num_hidden_layers": text["layers"],
-            "num_attention_heads": text["heads"],
+        text_config=_tower(text, text["heads"])
+        | {
             "vocab_size": text["vocab_size"],
             "max_position_embeddings": text["context_length"],
-            "hidden_act": "gelu",
             "bos_token_id": text["vocab_size"] - 2,
             "eos_token_id": text["vocab_size"] - 1,
             "pad_token_id": 0,
         },
-        vision_config={
-            "hidden_size": vision["width"],
-            "intermediate_size": 4 * vision["width"],
-            "num_hidden_layers": vision["layers"],
-            "num_attention_heads": vision["width"] // vision["head_width"],
-            "image_size": vision["image_size"],
-            "patch_size": vision["patch_size"],
-            "hidden_act": "gelu",
-        },
+        vision_config=_tower(vision, vision["width"] // vision["head_width"])
+        | {"image_size": vision["image_size"], "patch_size": vision["patch_size"]},
         projection_dim=sizes["embed_dim"],
     )
     model = CLIPModel(config)
@@ -107,6 +96,16 @@ def to_transformers(state: Mapping[str, Tensor]) -> CLIPModel:
     missing, unexpected = model.load_state_dict(renamed, strict=False)
     assert not [*unexpected, *(name for name in missing if "position_ids" not in name)]
     return model.eval()
+
+
+def _tower(sizes: dict[str, int], heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": sizes["width"],
+        "intermediate_size": 4 * sizes["width"],
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": heads,
+        "hidden_act": "gelu",
+    }
 
 
 def write_pickscore(folder: Path, model: CLIPModel) -> None:
@@ -173,21 +172,18 @@ def train_image_reward(folder: Path, steps: int, families: int, seed: int) -> fl
     source = PictureSource(torch.device("cpu"), seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
-    progress = Progress("image_reward", steps)
-    for step in range(steps):
+
+    def batch_loss() -> Tensor:
         captions, near = source.families(families, 2).unbind(dim=1)
         right = _worn(source.draw(captions), source.generator)
         flawed = _worn(source.draw_flawed(captions), source.generator)
         own, miss, other = reader(right, torch.stack((captions, near, captions.roll(1)), dim=1)).T
         spoiled = reader(flawed, captions[:, None])[:, 0]
-        loss = sum(F.softplus(worse - own).mean() for worse in (miss, other, spoiled))
-        assert isinstance(loss, Tensor)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        progress.show(step, loss)
+        return torch.stack(
+            [F.softplus(worse - own).mean() for worse in (miss, other, spoiled)]
+        ).sum()
+
+    fit("image_reward", model, optimizer, schedule, steps, batch_loss)
     state = {_renamed(name, _BLIP_NAMES): tensor for name, tensor in model.state_dict().items()}
     torch.save(state, folder / "ImageReward.pt")
     captions, near = source.families(512, 2).unbind(dim=1)

@@ -1,6 +1,5 @@
 """Trains the two reward models: a CLIP, and an HPS-like model fine-tuned from it on preferences."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,18 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save_file
 from torch import Tensor
 
+from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tiny_world.scene import all_captions
-from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
-from g2rpo_ray.tiny_world.training.flux import CaptionTokens, TinyFlux, finish, generate
-from g2rpo_ray.tiny_world.training.pictures import PictureSource, blur, to_network, to_pictures
-from g2rpo_ray.tiny_world.training.support import Progress
-from g2rpo_ray.tiny_world.training.vocabulary import CLIP_LENGTH, clip_tokenizer
+from tiny_world.autoencoder import decode, encode
+from tiny_world.flux import CaptionTokens, TinyFlux, finish, generate
+from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
+from tiny_world.support import fit
+from tiny_world.vocabulary import clip_tokenizer
 
 CLIP_WEIGHTS = "open_clip_model.safetensors"
 HPS_WEIGHTS = "HPS_tiny.pt"
 OPEN_CLIP_PAD = "!"
+OPEN_CLIP_CONFIG = (assets_dir() / "clip" / "open_clip_config.json").read_text()
 SHARPNESS = 20.0  # preference odds are exp(SHARPNESS x difference of cosines)
 FAMILY = 4  # captions of a training batch come as one and three near misses
 
@@ -36,45 +37,14 @@ class RewardEffort:
     generated: int = 0  # the weak model's pictures, at 6 and at 12 steps each
 
 
-def open_clip_config() -> dict[str, object]:
-    """The content of open_clip_config.json.
+def write_architecture(folder: Path) -> None:
+    """Write the configuration and the tokenizer, all that a `local-dir:` needs but weights.
 
     `hf_tokenizer_name` makes open_clip read the tokenizer from the `local-dir:` folder itself,
     wherever that lies; its own vocabulary path (`bpe_path`) would depend on the current directory.
     """
-    return {
-        "model_cfg": {
-            "embed_dim": 64,
-            "vision_cfg": {
-                "image_size": 64,
-                "patch_size": 8,
-                "width": 96,
-                "layers": 4,
-                "head_width": 32,
-            },
-            "text_cfg": {
-                "context_length": CLIP_LENGTH,
-                "vocab_size": len(clip_tokenizer(OPEN_CLIP_PAD)),
-                "hf_tokenizer_name": "the tokenizer in this folder",
-                "width": 64,
-                "heads": 2,
-                "layers": 2,
-            },
-        },
-        "preprocess_cfg": {
-            "mean": list(open_clip.OPENAI_DATASET_MEAN),
-            "std": list(open_clip.OPENAI_DATASET_STD),
-            "interpolation": "bicubic",
-            "resize_mode": "shortest",
-        },
-    }
-
-
-def write_architecture(folder: Path) -> None:
-    """Write the configuration and the tokenizer, all that a `local-dir:` needs but weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = json.dumps(open_clip_config(), indent=2)
-    (folder / "open_clip_config.json").write_text(config + "\n")
+    (folder / "open_clip_config.json").write_text(OPEN_CLIP_CONFIG)
     clip_tokenizer(OPEN_CLIP_PAD).save_pretrained(folder)
 
 
@@ -246,17 +216,12 @@ def _fit(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, effort.learning_rate, total_steps=effort.steps, pct_start=0.1
     )
-    progress = Progress(name, effort.steps)
-    for step in range(effort.steps):
-        loss = batch_loss()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+
+    def at_most_100(_step: int) -> None:
         with torch.no_grad():
-            model.logit_scale.clamp_(max=4.6)  # at most 100, as CLIP does
-        progress.show(step, loss)
+            model.logit_scale.clamp_(max=4.6)  # the logarithm of CLIP's own limit
+
+    fit(name, model, optimizer, schedule, effort.steps, batch_loss, at_most_100)
 
 
 def train_clip(

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
+from g2rpo_ray.maths.schedule import static_shift_schedule
+from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tiny_world.scene import all_captions
-from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
-from g2rpo_ray.tiny_world.training.pictures import PictureSource
-from g2rpo_ray.tiny_world.training.support import Progress, save_half
-from g2rpo_ray.tiny_world.training.vocabulary import T5_LENGTH, clip_tokenizer, t5_tokenizer
+from tiny_world.autoencoder import decode, encode
+from tiny_world.pictures import PictureSource
+from tiny_world.support import fit, save_half
+from tiny_world.vocabulary import T5_LENGTH, clip_tokenizer, t5_tokenizer
 
 TIME_SHIFT = 3.0
 GUIDANCE = 3.5
@@ -40,50 +42,17 @@ class FluxEffort:
 
 
 class TinyFlux(nn.Module):
-    """The transformer and both text encoders, called with captions' token ids."""
+    """The transformer and both text encoders of the shipped sizes, called with token ids."""
 
     def __init__(self) -> None:
         super().__init__()
-        clip_tokens = clip_tokenizer(FLUX_PAD)
-        self.text_encoder = CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=len(clip_tokens),
-                hidden_size=64,
-                intermediate_size=256,
-                projection_dim=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                max_position_embeddings=clip_tokens.model_max_length,
-                bos_token_id=clip_tokens.bos_token_id,
-                eos_token_id=clip_tokens.eos_token_id,
-                pad_token_id=clip_tokens.pad_token_id,
-            )
-        )
-        self.text_encoder_2 = T5EncoderModel(
-            T5Config(
-                vocab_size=len(t5_tokenizer()),
-                d_model=64,
-                d_kv=16,
-                d_ff=128,
-                num_layers=2,
-                num_heads=4,
-                dropout_rate=0.0,
-                feed_forward_proj="gated-gelu",
-                is_encoder_decoder=False,
-                use_cache=False,
-            )
-        )
-        self.transformer = FluxTransformer2DModel(
-            in_channels=64,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=32,
-            num_attention_heads=4,
-            joint_attention_dim=64,
-            pooled_projection_dim=64,
-            guidance_embeds=True,
-            axes_dims_rope=(8, 12, 12),
-        )
+        folder = assets_dir() / "flux"
+        clip = CLIPTextConfig.from_pretrained(folder / "text_encoder")
+        self.text_encoder = CLIPTextModel(clip)
+        t5 = T5Config.from_pretrained(folder / "text_encoder_2")
+        self.text_encoder_2 = T5EncoderModel(t5)
+        flux = FluxTransformer2DModel.load_config(folder / "transformer")
+        self.transformer = FluxTransformer2DModel.from_config(flux)
 
     def embed(self, tokens: "CaptionTokens") -> tuple[Tensor, Tensor]:
         """T5 states [B, 10, 64] and CLIP's pooled state [B, 64]."""
@@ -94,6 +63,8 @@ class TinyFlux(nn.Module):
         self, packed: Tensor, sigma: Tensor, guidance: Tensor, states: Tensor, pooled: Tensor
     ) -> Tensor:
         """noise - x0 as the model sees it at latents [B, 16, 64]; sigma and guidance are [B]."""
+        # (0, row, column) of each of the 4 x 4 patches: [16, 3].
+        image_ids = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
         return self.transformer(
             hidden_states=packed,
             timestep=sigma,
@@ -101,27 +72,19 @@ class TinyFlux(nn.Module):
             encoder_hidden_states=states,
             pooled_projections=pooled,
             txt_ids=torch.zeros(states.shape[1], 3, device=packed.device),
-            img_ids=_image_ids(packed.device),
+            img_ids=image_ids.to(packed.device),
             return_dict=False,
         )[0]
 
 
-def _image_ids(device: torch.device) -> Tensor:
-    """(0, row, column) of each of the 4 x 4 latent patches: [16, 3]."""
-    row, column = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
-    return torch.stack((torch.zeros(4, 4), row, column), dim=-1).reshape(16, 3).to(device)
-
-
 def pack(latents: Tensor) -> Tensor:
     """[B, 16, 8, 8] to FLUX's 2 x 2 patches, [B, 16, 64]."""
-    patches = latents.unflatten(3, (4, 2)).unflatten(2, (4, 2))  # [B, 16, 4, 2, 4, 2]
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(len(latents), 16, 64)
+    return F.unfold(latents, 2, stride=2).mT
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The inverse of `pack`."""
-    patches = packed.reshape(-1, 4, 4, 16, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(-1, 16, 8, 8)
+    return F.fold(packed.mT, (8, 8), 2, stride=2)
 
 
 @dataclass(frozen=True)
@@ -143,12 +106,6 @@ class CaptionTokens:
         return CaptionTokens(self.t5[index], self.clip[index])
 
 
-def sigmas(steps: int) -> list[float]:
-    """The shifted schedule from 1 to 0 that FluxPipeline walks: steps + 1 values."""
-    uniform = [1 - i / steps for i in range(steps + 1)]
-    return [TIME_SHIFT * s / (1 + (TIME_SHIFT - 1) * s) for s in uniform]
-
-
 @torch.no_grad()
 def generate(
     model: TinyFlux, vae: AutoencoderKL, tokens: CaptionTokens, steps: int, seed: int
@@ -161,8 +118,8 @@ def generate(
         states, pooled = model.embed(tokens[rows.to(device)])
         latents = pack(noise[rows]).to(device)
         guidance = torch.full((len(rows),), GUIDANCE, device=device)
-        grid = sigmas(steps)
-        for sigma, following in itertools.pairwise(grid):
+        sigmas = static_shift_schedule(steps, TIME_SHIFT).tolist()
+        for sigma, following in itertools.pairwise(sigmas):
             at = torch.full((len(rows),), sigma, device=device)
             velocity = model.velocity(latents, at, guidance, states, pooled)
             latents = latents + (following - sigma) * velocity
@@ -224,8 +181,8 @@ def train_flux(
         model.parameters(), lr=effort.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
     )
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, 1.0, total_iters=100)
-    progress = Progress("flux", effort.steps)
-    for step in range(effort.steps):
+
+    def batch_loss() -> Tensor:
         captions = torch.randint(len(source.codes), (effort.batch,), device=device)
         x0 = bank[torch.randint(effort.bank, (effort.batch,), device=device), captions]
         noise = torch.randn_like(x0)
@@ -237,19 +194,16 @@ def train_flux(
         guidance = 1 + 5 * torch.rand_like(sigma)
         noisy = torch.lerp(x0, noise, sigma[:, None, None])
         states, pooled = model.embed(tokens[captions])
-        velocity = model.velocity(noisy, sigma, guidance, states, pooled)
-        loss = F.mse_loss(velocity, noise - x0)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warm_up.step()
+        return F.mse_loss(model.velocity(noisy, sigma, guidance, states, pooled), noise - x0)
+
+    def after_step(step: int) -> None:
         average.update_parameters(model)
-        progress.show(step, loss)
         if step + 1 == effort.weak_steps:
             # safetensors refuses shared storage, so the tied T5 embedding is copied.
             state = average.module.state_dict()
             save_file({name: value.half().clone() for name, value in state.items()}, work / WEAK)
+
+    fit("flux", model, optimizer, warm_up, effort.steps, batch_loss, after_step)
     assert isinstance(average.module, TinyFlux)
     _write(average.module, folder)
 

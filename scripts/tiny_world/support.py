@@ -1,25 +1,39 @@
-"""What the training stages share: progress lines, mixed precision, half-precision files."""
+"""What the training stages share: the loop, mixed precision, half-precision files."""
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-class Progress:
-    """Prints a loss now and then; reading it from the device each step would cost time."""
-
-    def __init__(self, name: str, steps: int) -> None:
-        self.name, self.steps, self.start = name, steps, time.monotonic()
-
-    def show(self, step: int, loss: Tensor) -> None:
-        if step % max(1, self.steps // 10) == 0 or step == self.steps - 1:
-            seconds = time.monotonic() - self.start
-            print(f"{self.name} step {step}/{self.steps} loss {loss.item():.4f} {seconds:.1f} s")
+def fit(
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    steps: int,
+    batch_loss: Callable[[], Tensor],
+    after_step: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Descend ``batch_loss()``, the gradient's norm clipped at 1; print ten losses on the way."""
+    start_s = time.monotonic()
+    for step in range(steps):
+        loss = batch_loss()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        after_step(step)
+        # Reading the loss from the device in each step would cost time.
+        if step % max(1, steps // 10) == 0 or step == steps - 1:
+            seconds = time.monotonic() - start_s
+            print(f"{name} step {step}/{steps} loss {loss.item():.4f} {seconds:.1f} s")
 
 
 def half_precision(device: torch.device) -> AbstractContextManager[None]:

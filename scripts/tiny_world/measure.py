@@ -9,10 +9,10 @@ from diffusers import AutoencoderKL
 
 from g2rpo_ray.tiny_world.oracle import check
 from g2rpo_ray.tiny_world.scene import all_captions
-from g2rpo_ray.tiny_world.training.autoencoder import decode, encode
-from g2rpo_ray.tiny_world.training.flux import CaptionTokens, generate, load_flux
-from g2rpo_ray.tiny_world.training.pictures import PictureSource
-from g2rpo_ray.tiny_world.training.rewards import Reader, load_clip, load_hps, score
+from tiny_world.autoencoder import decode, encode
+from tiny_world.flux import CaptionTokens, generate, load_flux
+from tiny_world.pictures import PictureSource
+from tiny_world.rewards import Reader, load_clip, load_hps, score
 
 Figures = dict[str, float]
 

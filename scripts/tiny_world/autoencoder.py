@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from g2rpo_ray.tiny_world.training.pictures import PictureSource, to_network, to_pictures
-from g2rpo_ray.tiny_world.training.support import Progress, half_precision, save_half
+from g2rpo_ray.tiny_world import assets_dir
+from tiny_world.pictures import PictureSource, to_network, to_pictures
+from tiny_world.support import fit, half_precision, save_half
 
 SCALING, SHIFT = 0.3611, 0.1159  # FLUX.1's: (latent - SHIFT) * SCALING has about unit variance
 
@@ -19,24 +20,6 @@ class AutoencoderEffort:
     steps: int
     batch: int
     learning_rate: float = 2e-3
-
-
-def new_autoencoder() -> AutoencoderKL:
-    """AutoencoderKL with FLUX's form: factor 8, 16 latent channels, no quantisation layers."""
-    widths = (16, 16, 32, 48)
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * len(widths),
-        up_block_types=("UpDecoderBlock2D",) * len(widths),
-        block_out_channels=widths,
-        layers_per_block=1,
-        norm_num_groups=8,
-        latent_channels=16,
-        sample_size=64,
-        scaling_factor=SCALING,
-        shift_factor=SHIFT,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
 
 
 def encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
@@ -60,13 +43,15 @@ def train_autoencoder(
     """
     torch.manual_seed(seed)
     source = PictureSource(device, seed)
-    vae = new_autoencoder().to(device).train()
+    # FLUX's form: factor 8, 16 latent channels, no quantisation layers.
+    vae = AutoencoderKL.from_config(AutoencoderKL.load_config(assets_dir() / "flux" / "vae"))
+    vae = vae.to(device).train()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=effort.learning_rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, effort.learning_rate, total_steps=effort.steps, pct_start=0.05
     )
-    progress = Progress("vae", effort.steps)
-    for step in range(effort.steps):
+
+    def batch_loss() -> Tensor:
         values = to_network(source.draw(source.captions(effort.batch)))
         with half_precision(device):
             posterior = vae.encode(values).latent_dist
@@ -77,11 +62,7 @@ def train_autoencoder(
         spread, centre = torch.std_mean(mean, dim=(0, 2, 3))
         statistics = (centre**2 + (spread - 1) ** 2).mean()
         error = F.mse_loss(decoded, values) + 0.2 * F.l1_loss(decoded, values)
-        loss = error + 3e-5 * kl + 0.01 * statistics
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        progress.show(step, loss)
+        return error + 3e-5 * kl + 0.01 * statistics
+
+    fit("vae", vae, optimizer, schedule, effort.steps, batch_loss)
     save_half(vae, folder)

@@ -1,4 +1,4 @@
-"""``g2rpo embed``: prompts to a folder of embeddings, with Ray Data, once for many runs."""
+"""Before training: prompts to a folder of embeddings, with Ray Data, once for many runs."""
 
 import hashlib
 import json
@@ -16,7 +16,9 @@ from transformers import AutoConfig
 
 from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import Demand, living_nodes, shortage
+from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.errors import InputError, RunError
+from g2rpo_ray.common.files import sha256_of_file
 from g2rpo_ray.common.formatting import format_seconds, format_size
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import check_gpus
@@ -76,6 +78,8 @@ def embed(
     texts = read_prompts(resolve_path(source), longest, config.prompts.key)
     selected = select(texts, selection)
     print(_describe(source, len(texts), selected), flush=True)
+    device = describe_device(options.gpus_per_worker, "--gpus-per-worker")
+    print(f"encoding on: {device}", flush=True)
     encoder = encoder_fingerprint(config.model)
     shards = _cut(selected.prompts, options.shard_size)
     finished = _open(folder, _plan(config, encoder, selected.prompts, options))
@@ -144,13 +148,11 @@ def _shard_rows(
     rows = [{"shard": number, "texts": texts} for number, texts in shards.items()]
     encoded = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         ShardEncoder,
-        fn_constructor_args=(
-            config, folder.absolute(), "cuda" if options.gpus_per_worker else "cpu",
-        ),
+        fn_constructor_args=(config, folder.absolute(), options.gpus_per_worker),
         compute=ray.data.ActorPoolStrategy(size=min(options.workers, len(rows))),
         num_cpus=options.cpus_per_worker,
         num_gpus=options.gpus_per_worker,
-    )  # fmt: skip
+    )
     try:
         for row in encoded.iter_rows():
             yield row | {"checksums": [str(checksum) for checksum in row["checksums"]]}
@@ -235,7 +237,7 @@ def _write_prompts(
     ]
     path = folder / PROMPTS_FILE
     pq.write_table(pa.Table.from_pylist(rows), path)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return sha256_of_file(path)
 
 
 def _cut(texts: Sequence[str], size: int) -> list[list[str]]:

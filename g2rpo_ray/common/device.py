@@ -1,0 +1,50 @@
+"""Which device a role or a command computes on: its setting decides, not what the process sees."""
+
+import os
+
+import torch
+
+from g2rpo_ray.common.errors import InputError
+
+HIDE_CARDS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+"""Environment in which Ray hides all cards from a process that it reserves none for."""
+
+
+class DeviceError(InputError):
+    """A card is asked for where none can be used; the message names the setting."""
+
+
+def role_device(gpus: float, setting: str) -> torch.device:
+    """The CPU if ``gpus`` is 0, whatever cards the process sees; else its card.
+
+    Args:
+        gpus: that are reserved for the role; below 1 it is a share of one card.
+        setting: that says so, as the user writes it.
+
+    Raises:
+        DeviceError: a card is asked for, and the process sees none.
+    """
+    if gpus == 0:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"{setting} is {gpus:g} and this process can use no card (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')}, torch {torch.__version__}); "
+            f"allowed without one: 0, which computes on the CPU. Set {setting} to 0, or see with "
+            "nvidia-smi and 'g2rpo doctor' why torch finds no card"
+        )
+    return torch.device("cuda")
+
+
+def keep_to_share(gpus: float) -> None:
+    """Let a role with a share of a card take only that share of its memory.
+
+    It fails with an out-of-memory error of its own instead of taking the others' place.
+    """
+    if 0 < gpus < 1:
+        torch.cuda.set_per_process_memory_fraction(gpus)
+
+
+def describe_device(gpus: float, setting: str) -> str:
+    """For people: where it is computed, and which setting says so."""
+    return f"{'GPU' if gpus else 'CPU'} ({setting} is {gpus:g})"

@@ -1,0 +1,83 @@
+"""One life of a run around its roles: what it tells and records, and what may stop it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from g2rpo_ray.common.logs import log_as, log_file
+from g2rpo_ray.common.stop import StopSignal
+from g2rpo_ray.config import Config
+from g2rpo_ray.models.loading import check_model_folder
+from g2rpo_ray.prompts.dataset import check_apart, evenly, read_config_prompts
+from g2rpo_ray.run.folder import Run, changed_settings, give_up_later, open_run
+from g2rpo_ray.tracking.memory import PeakMemory
+from g2rpo_ray.tracking.metrics import MetricsLog
+from g2rpo_ray.tracking.progress import Progress
+
+
+class Session:
+    """What every part of the training has in common; the roles know nothing of it."""
+
+    def __init__(self, config: Config, run: Run, train: list[str], heldout: list[str]) -> None:
+        """
+        Args:
+            train: all prompts to train on.
+            heldout: all held-out prompts; ``evaluation.prompts`` of them are used.
+        """
+        self.config, self.run, self.train_prompts = config, run, train
+        self.heldout_prompts = evenly(list(enumerate(heldout)), config.evaluation.prompts)
+        """(id, text) of those that are used."""
+        self.progress = Progress(config.iterations, run.info.iteration)
+        self.stop = StopSignal()
+        self.memory = PeakMemory()
+        settings = config.model_dump(mode="json")
+        self.log = MetricsLog(run.folder, config.tracking, settings, run.first_record)
+        self.seconds: dict[str, float] = {}
+        """Time that each phase took, since the last line of the metrics."""
+        self._starting = True
+
+    def note(self, text: str) -> None:
+        """Tell what happened; while the roles are starting, this is a place to stop."""
+        if self._starting:
+            # Nothing is lost yet: a signal need not wait until all roles have started.
+            self.stop.check()
+        self.progress.note(text)
+
+    def on_wait(self, done: int, total: int) -> None:
+        """Called while prompts are drawn: stopping here loses only what is under way."""
+        self.progress.waiting(done, total, "prompts")
+        self.log.live({"rollout/prompts_left": total - done})
+        self.stop.check()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show what the run does, and add up the time it takes."""
+        self.progress.phase(name)
+        started_s = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started_s
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """From the moment when all roles have started: this life's numbers go on from here."""
+        with self.log, self.progress:
+            self._starting = False
+            give_up_later(self.run)
+            yield
+
+
+@contextmanager
+def open_session(config: Config, resume: str) -> Iterator[Session]:
+    """Check what can be checked without a cluster, and open the run's folder; see ``open_run``."""
+    check_model_folder(config.model)
+    train = read_config_prompts(config, config.prompts.train)
+    heldout = read_config_prompts(config, config.prompts.heldout)
+    check_apart(train, heldout)
+    changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []
+    session = Session(config, open_run(config, resume), train, heldout)
+    for change in changes:
+        session.progress.note(f"changed since the run was started: {change}")
+    log_as("driver")
+    with session.stop, log_file(session.run.folder / "log.jsonl"), session.memory:
+        yield session

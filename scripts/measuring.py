@@ -1,0 +1,150 @@
+"""What benchmarks share: settings, FLUX.1-dev's sizes with random weights, times, results."""
+
+import io
+import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+import torch
+
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE
+
+ROOT = Path(__file__).parents[1]
+GIB = 2**30
+PROMPT = "a red circle left of a green triangle"
+SCORER = "ViT-H-14"
+"""Architecture of the true-size scorers."""
+RANDOM_WEIGHTS = [
+    "seed=0",
+    "iterations=1",
+    "model.random_weights=true",
+    "cluster.dashboard=false",
+    "cluster.start_timeout_s=300",
+]
+TRUE_SIZE = [
+    "model.dtype=bfloat16",
+    "prompts.max_sequence_length=512",
+    "sampling.height=720",
+    "sampling.width=720",
+    "sampling.steps=16",
+    "rollout.batch_size=8",
+    "rollout.decode_batch_size=4",
+    "rollout.cpus_per_worker=2",
+    "rollout.threads=4",
+]
+
+T = TypeVar("T")
+
+
+def quickstart(overrides: Sequence[str], rewards: Sequence[str] | None = None) -> Config:
+    """The quickstart's settings with overrides; of its rewards, only those named."""
+    config = load_config(ROOT / "configs" / "quickstart.yaml", list(overrides))
+    names = config.rewards if rewards is None else rewards
+    return config.model_copy(update={"rewards": {name: config.rewards[name] for name in names}})
+
+
+def write_model_folder(folder: Path, tiny: bool) -> Path:
+    """A model folder of FLUX.1-dev's sizes: its architecture, and text encoders of one layer.
+
+    Weights of transformer and VAE are not in it (``model.random_weights``).
+    """
+    shutil.copytree(resolve_path("tiny_world:flux"), folder)
+    if tiny:
+        return folder
+    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+
+    for part, config in (("transformer", FLUX1_DEV_TRANSFORMER), ("vae", FLUX1_DEV_VAE)):
+        change_json(folder / part / "config.json", config)
+    t5 = T5Config.from_pretrained(folder / "text_encoder_2")
+    t5.update({"d_model": FLUX1_DEV_TRANSFORMER["joint_attention_dim"]})
+    T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
+    clip = CLIPTextConfig.from_pretrained(folder / "text_encoder")
+    clip.update({"hidden_size": FLUX1_DEV_TRANSFORMER["pooled_projection_dim"]})
+    CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
+    return folder
+
+
+def change_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Set some keys of a JSON object."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values, indent=1))
+
+
+def write_scorer(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """An HPS checkpoint of true size with random weights, and the scorer's options for it."""
+    import open_clip
+
+    model = open_clip.create_model(SCORER, load_weights=False, device=device)
+    torch.save({"state_dict": model.half().cpu().state_dict()}, path)
+    return {"checkpoint": str(path), "architecture": SCORER, "dtype": "float16"}
+
+
+def random_embeds(
+    transformer: Mapping[str, Any], tokens: int, dtype: torch.dtype, seed: int = 0
+) -> PromptEmbeds:
+    """Embeddings of a prompt on the CPU, for the transformer that has this configuration."""
+    generator = torch.Generator().manual_seed(seed)
+    t5 = torch.randn(tokens, transformer["joint_attention_dim"], generator=generator)
+    pooled = torch.randn(transformer["pooled_projection_dim"], generator=generator)
+    return PromptEmbeds(t5.to(dtype), pooled.to(dtype))
+
+
+def join_alone(device: torch.device) -> None:
+    """A process group of this process alone, which a ``LearnerEngine`` needs."""
+    # DeepSpeed asks for cards when it is imported: not in a process that is still to fork.
+    from g2rpo_ray.learner.engine import join_process_group
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    join_process_group(0, 1, "127.0.0.1", port, 600, device)
+
+
+def timed(run: Callable[[], T]) -> tuple[float, T]:
+    """Seconds until the card, where one is used, has finished; and the result."""
+    started_s = now_s()
+    result = run()
+    return now_s() - started_s, result
+
+
+def now_s() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def median_s(run: Callable[[], object], repeats: int, warm_up: int = 1) -> float:
+    """Median seconds of ``run``, after some calls to warm up."""
+    for _ in range(warm_up):
+        run()
+    return median(timed(run)[0] for _ in range(repeats))
+
+
+def matrix_s(side: int, dtype: torch.dtype, device: torch.device, repeats: int = 10) -> float:
+    """Seconds of a square product of ``2 * side**3`` operations, which rates are relative to."""
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
+    return median_s(lambda: a @ b, repeats)
+
+
+def card_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def show_lines() -> None:
+    """Whoever watches a lent card must see how far it came, also through a pipe."""
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+
+
+def write_json(path: Path | None, content: object) -> None:
+    """Where no file is asked for, nothing."""
+    if path is not None:
+        path.write_text(json.dumps(content, indent=1) + "\n")
