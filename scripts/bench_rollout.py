@@ -38,9 +38,10 @@ from torch import Tensor
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.maths.granularity import completion_indices, count_published_order
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import load_policy
-from g2rpo_ray.models.loading import DTYPES, load_part
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.loading import DTYPES, load_part, on_meta
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import Prompt
@@ -240,12 +241,12 @@ class PublishedOrder:
         self.config, self.device = config, device_of(config)
         self.policy = load_policy(config, self.device)
         vae = load_part(config.model, "vae", DTYPES[config.model.dtype], self.device)
-        self.decoder = PictureDecoder(vae, self.policy.shape, 1)
+        self.decoder = PictureDecoder(self.policy.family, vae, self.policy.shape, 1)
         self.scorers = [
             PublishedScorer(r.options["architecture"], self.device) for r in config.rewards.values()
         ]
         self.embeds = random_embeds(config, self.device)
-        self.sigmas = schedule_of(config.sampling, config.sampling.steps, self.policy.shape)
+        self.sigmas = schedule_of(config.sampling, config.sampling.steps, self.policy)
         self.reset()
 
     def reset(self) -> None:
@@ -379,15 +380,17 @@ def overridden(config: Config, overrides: list[str]) -> Config:
 
 
 def random_prompt(config: Config, number: int) -> Prompt:
-    transformer = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
-    generator = torch.Generator().manual_seed(number)
-    dtype, tokens = DTYPES[config.model.dtype], config.prompts.max_sequence_length
-    t5 = torch.randn(tokens, transformer["joint_attention_dim"], generator=generator)
-    pooled = torch.randn(transformer["pooled_projection_dim"], generator=generator)
-    return Prompt(number, f"{PROMPT} {number}", PromptEmbeds(t5.to(dtype), pooled.to(dtype)))
+    family, length = open_family(Path(config.model.path)), config.prompts.max_sequence_length
+    blank = family.blank(on_meta(family, "transformer"), length, torch.float32, "meta")
+    generator, dtype = torch.Generator().manual_seed(number), DTYPES[config.model.dtype]
+    tensors = {
+        name: torch.randn(tensor.shape, generator=generator).to(dtype)
+        for name, tensor in blank.tensors.items()
+    }
+    return Prompt(number, f"{PROMPT} {number}", Conditioning(tensors))
 
 
-def random_embeds(config: Config, device: torch.device) -> PromptEmbeds:
+def random_embeds(config: Config, device: torch.device) -> Conditioning:
     return random_prompt(config, 0).embeds.to(device)
 
 

@@ -40,9 +40,10 @@ from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.learner.worker import Learner
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.flux1.published import FLUX1_DEV
 from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
-from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE, policy_size
+from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.training.roles import Roles, launch
 
 GIB = 2**30
@@ -342,14 +343,12 @@ def _memory(_role: object) -> dict[str, float]:
 def _time_passes(learner: Learner, batch: int, profile: bool) -> dict[str, Any]:
     """Runs inside a learner rank."""
     engine, device, repeats = learner.engine, learner.device, 5
-    shape, config = engine.policy.shape, engine.policy.transformer.config
+    policy = engine.policy
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     text_tokens = learner.config.prompts.max_sequence_length
-    embeds = PromptEmbeds(
-        torch.randn(text_tokens, config.joint_attention_dim, device=device, dtype=dtype),
-        torch.randn(config.pooled_projection_dim, device=device, dtype=dtype),
-    )
-    x = torch.randn(batch, *shape.packed, device=device)
+    blank = policy.family.blank(policy.transformer, text_tokens, dtype, device)
+    embeds = Conditioning({name: torch.randn_like(t) for name, t in blank.tensors.items()})
+    x = torch.randn(batch, *policy.shape.packed, device=device)
     sigma = torch.full((batch,), 0.5, device=device)
 
     def predict() -> Tensor:
@@ -411,15 +410,16 @@ def write_model_folder(folder: Path, tiny: bool) -> Path:
         return folder
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-    for part, config in (("transformer", FLUX1_DEV_TRANSFORMER), ("vae", FLUX1_DEV_VAE)):
+    published = FLUX1_DEV.configs
+    for part in ("transformer", "vae"):
         file = folder / part / "config.json"
         kept = {k: v for k, v in json.loads(file.read_text()).items() if k.startswith("_")}
-        file.write_text(json.dumps(kept | config, indent=1))
+        file.write_text(json.dumps(kept | published[part], indent=1))
     t5 = T5Config.from_pretrained(folder / "text_encoder_2")
-    t5.update({"d_model": FLUX1_DEV_TRANSFORMER["joint_attention_dim"]})
+    t5.update({"d_model": published["transformer"]["joint_attention_dim"]})
     T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
     clip = CLIPTextConfig.from_pretrained(folder / "text_encoder")
-    clip.update({"hidden_size": FLUX1_DEV_TRANSFORMER["pooled_projection_dim"]})
+    clip.update({"hidden_size": published["transformer"]["pooled_projection_dim"]})
     CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
     return folder
 

@@ -96,7 +96,7 @@ def train(job: Job) -> Result:
     from g2rpo_ray.config import load_config
     from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
     from g2rpo_ray.learner.update import Assignment, update_on_groups
-    from g2rpo_ray.models.flux import load_policy
+    from g2rpo_ray.models.policy import load_policy
     from g2rpo_ray.models.text import TextEncoder
     from g2rpo_ray.models.weights import load_weights
     from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts

@@ -1,7 +1,6 @@
 """``g2rpo export``: a run's weights in diffusers' formats, read back and compared, with a card."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -9,10 +8,13 @@ import yaml
 
 from g2rpo_ray import __version__
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, read_weights
-from g2rpo_ray.models.flux import load_policy
-from g2rpo_ray.models.loading import DTYPES, check_model_folder, load_part
+from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.family import Family
+from g2rpo_ray.models.loading import DTYPES, check_model, load_part
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.saving import (
     ADAPTER_FILE,
     adapter_tensors,
@@ -58,7 +60,7 @@ def export(
         RunFolderError: its weights are of another kind or base model than the configuration's.
         ModelFolderError: what was read back differs from what was written.
     """
-    check_model_folder(config.model)
+    check_model(config)
     if merge and config.model.lora is None:
         raise ExportError("--merged is for LoRA runs; this run trains all weights")
     if checkpoint == "base":
@@ -97,7 +99,8 @@ def _write_adapter(
     assert config.model.lora is not None
     dtype = DTYPES[config.model.dtype]
     tensors = adapter_tensors(read_weights(source, average), config.model.lora)
-    save_adapter({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder)
+    family = open_family(resolve_path(config.model.path))
+    save_adapter({name: tensor.to(dtype) for name, tensor in tensors.items()}, family, folder)
 
 
 def _write_transformer(
@@ -117,6 +120,9 @@ def model_card(config: Config, info: CheckpointInfo, form: Form) -> str:
     """Markdown: what it is, how to load it, how it was made, and what it scored."""
     sampling = config.sampling
     rewards = ", ".join(f"{n} (weight {r.weight:g})" for n, r in config.trained_rewards.items())
+    family = open_family(resolve_path(config.model.path))
+    arguments = family.pipeline_arguments(sampling.guidance)
+    guidance = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     recipe = config.model_dump(mode="json", exclude_defaults=True)
     return f"""# {Path(config.run_dir).name}: {config.model.path} trained with {config.algorithm}
 
@@ -125,11 +131,10 @@ def model_card(config: Config, info: CheckpointInfo, form: Form) -> str:
 ## Use
 
 ```python
-{_usage(config, form)}
-pipeline.scheduler = {_scheduler(config)}
+{_usage(config, family, form)}
 picture = pipeline(
     "a cat", height={sampling.height}, width={sampling.width},
-    num_inference_steps={config.evaluation.steps}, guidance_scale={sampling.guidance:g},
+    num_inference_steps={config.evaluation.steps}, {guidance},
     max_sequence_length={config.prompts.max_sequence_length},
 ).images[0]
 ```
@@ -165,31 +170,26 @@ def _what(form: Form, info: CheckpointInfo) -> str:
     return f"A transformer, {which} were trained."
 
 
-def _usage(config: Config, form: Form) -> str:
-    dtype = f"torch.{config.model.dtype}"
+def _usage(config: Config, family: Family, form: Form) -> str:
+    pipeline, dtype = family.pipeline, f"torch.{config.model.dtype}"
     base = f'"{config.model.path}", torch_dtype={dtype}'
-    imports: Callable[[str], str] = lambda more: f"import torch\nfrom diffusers import {more}\n"  # noqa: E731
+    names, scheduler = [pipeline], ""
+    # With the dynamic schedule, the folder's own scheduler is the right one already.
+    if config.sampling.schedule == "static":
+        name = "FlowMatchEulerDiscreteScheduler"
+        names.append(name)
+        scheduler = f"\npipeline.scheduler = {name}(shift={config.sampling.shift:g})"
     if form == "adapter":
-        return (
-            imports("FlowMatchEulerDiscreteScheduler, FluxPipeline")
-            + f"\npipeline = FluxPipeline.from_pretrained({base})\n"
-            + 'pipeline.load_lora_weights("this folder")'
-        )
-    return (
-        imports("FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel")
-        + "\ntransformer = FluxTransformer2DModel.from_pretrained(\n"
-        + f'    "this folder", torch_dtype={dtype}\n)\n'
-        + f"pipeline = FluxPipeline.from_pretrained(\n    {base}, transformer=transformer\n)"
-    )
-
-
-def _scheduler(config: Config) -> str:
-    if config.sampling.schedule == "dynamic":
-        return (
-            "FlowMatchEulerDiscreteScheduler.from_config(\n"
-            "    pipeline.scheduler.config, use_dynamic_shifting=True\n)"
-        )
-    return f"FlowMatchEulerDiscreteScheduler(shift={config.sampling.shift:g})"
+        load = f"pipeline = {pipeline}.from_pretrained({base})\n"
+        load += 'pipeline.load_lora_weights("this folder")'
+    else:
+        transformer = family.parts["transformer"]
+        names.append(transformer)
+        load = f"transformer = {transformer}.from_pretrained(\n"
+        load += f'    "this folder", torch_dtype={dtype}\n)\n'
+        load += f"pipeline = {pipeline}.from_pretrained(\n    {base}, transformer=transformer\n)"
+    imports = f"import torch\nfrom diffusers import {', '.join(sorted(names))}\n\n"
+    return imports + load + scheduler
 
 
 def _scores(config: Config) -> str:

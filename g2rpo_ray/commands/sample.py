@@ -13,8 +13,8 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import read_weights
 from g2rpo_ray.maths import noise
-from g2rpo_ray.models.flux import FluxPolicy, load_policy
-from g2rpo_ray.models.loading import DTYPES, check_model_folder, load_part
+from g2rpo_ray.models.loading import DTYPES, check_model, load_part
+from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.saving import ADAPTER_FILE, load_adapter, load_transformer_weights
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.vae import PictureDecoder
@@ -66,13 +66,13 @@ def sample(
         raise SampleError(
             f"--trained-steps {trained_steps}: evaluation.steps is {steps}; allowed: 0 to {steps}"
         )
-    check_model_folder(config.model)
+    check_model(config)
     _make_writable(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = load_source(config, checkpoint, average)
     policy = source.policy.to(device)
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length, str(device))
-    sigmas = schedule_of(config.sampling, steps, policy.shape)
+    sigmas = schedule_of(config.sampling, steps, policy)
     evaluate = Evaluator(policy, config.rollout.planned_batch_size)
     embeds = [encoder.encode(prompt).to(device) for prompt in prompts]
     latents = [
@@ -95,10 +95,12 @@ def sample(
 
     vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(device)
     decoder = PictureDecoder(
+        policy.family,
         vae,
         policy.shape,
         config.rollout.decode_batch_size,
-        tile_above_px=config.rollout.decode_tile_above_px,
+        tiled=max(config.sampling.height, config.sampling.width)
+        > config.rollout.decode_tile_above_px,
     )
     paths = []
     for prompt_number, x0 in enumerate(latents):
@@ -134,7 +136,7 @@ def _check_finite(latents: Sequence[Tensor], prompts: Sequence[str], checkpoint:
 class Source:
     """A policy with the weights that were asked for, on the CPU."""
 
-    policy: FluxPolicy
+    policy: Policy
     back_to_base: Callable[[], None]
     """Give it the weights of ``model.path`` again, wherever it is by then."""
 
@@ -168,7 +170,7 @@ def load_source(config: Config, checkpoint: str, average: bool = False) -> Sourc
     return Source(policy, _reload(policy, config))
 
 
-def _reload(policy: FluxPolicy, config: Config) -> Callable[[], None]:
+def _reload(policy: Policy, config: Config) -> Callable[[], None]:
     def back_to_base() -> None:
         base = load_part(config.model, "transformer", DTYPES[config.model.dtype])
         policy.transformer.load_state_dict(base.state_dict())

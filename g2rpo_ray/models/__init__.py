@@ -1,1 +1,1 @@
-"""What denoises, encodes and decodes: loading, the FLUX policy, LoRA, VAE, text encoders."""
+"""What denoises, encodes and decodes: loading, the policy, LoRA, VAE, text; a folder a family."""

@@ -1,47 +1,38 @@
 """Opening a model folder in diffusers' layout, with errors that name the part and the cause."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
+import transformers
 from safetensors import SafetensorError, safe_open
-from transformers import CLIPTextModel, CLIPTokenizerFast, T5EncoderModel, T5TokenizerFast
 
-from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import ModelSection
+from g2rpo_ray.config import Config, ModelSection
+from g2rpo_ray.models.families import family_class, latents_of, open_family, read_json
+from g2rpo_ray.models.family import Family, ModelFolderError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-PARTS = {
-    "transformer": FluxTransformer2DModel,
-    "vae": AutoencoderKL,
-    "text_encoder": CLIPTextModel,
-    "text_encoder_2": T5EncoderModel,
-    "tokenizer": CLIPTokenizerFast,
-    "tokenizer_2": T5TokenizerFast,
-}
 RANDOM_STD = 0.02
 """Spread of random weights: small enough that a deep network stays finite."""
-_CONFIG_FILES = {
-    "text_encoder": "config.json",
-    "text_encoder_2": "config.json",
-    "transformer": "config.json",
-    "vae": "config.json",
-    "tokenizer": "tokenizer_config.json",
-    "tokenizer_2": "tokenizer_config.json",
-}
 
 
-class ModelFolderError(InputError):
-    """A model folder is missing, incomplete or does not fit; the message names part and cause."""
+def check_model(config: Config) -> Path:
+    """As ``check_model_folder``, and the model has pictures of the configured sizes.
+
+    Raises:
+        ModelFolderError: the folder cannot be used, or a size; says which, and what is allowed.
+    """
+    folder = check_model_folder(config.model)
+    latents_of(config, open_family(folder))
+    return folder
 
 
 def check_model_folder(model: ModelSection) -> Path:
-    """The folder of ``model.path``, with every part in place, transformer and VAE of the same
-    latents, and every weight file whole.
+    """The folder of ``model.path``, of a family known here, with every part in place and fitting
+    the others, and every weight file whole.
 
     Which tensors the files hold is checked on loading.
 
@@ -50,53 +41,34 @@ def check_model_folder(model: ModelSection) -> Path:
             or cut short.
     """
     folder = resolve_path(model.path)
-    index_file = folder / "model_index.json"
     if not folder.is_dir():
         raise ModelFolderError(f"model.path {model.path!r}: no such folder ({folder})")
+    index_file = folder / "model_index.json"
     if not index_file.is_file():
         raise ModelFolderError(
             f"{folder}: no model_index.json; expected a folder in diffusers' layout, as "
-            "FluxPipeline.save_pretrained writes it"
+            "DiffusionPipeline.save_pretrained writes it"
         )
-    index = _read_json(index_file)
-    for part, expected in PARTS.items():
-        if not (folder / part / _CONFIG_FILES[part]).is_file():
+    family, index = family_class(folder), read_json(index_file)
+    for part, expected in family.parts.items():
+        is_tokenizer = part.startswith("tokenizer")
+        config_file = "tokenizer_config.json" if is_tokenizer else "config.json"
+        if not (folder / part / config_file).is_file():
             raise ModelFolderError(
-                f"{folder}: part '{part}' is missing ({part}/{_CONFIG_FILES[part]} not found); "
-                f"needed parts: {', '.join(PARTS)}"
+                f"{folder}: part '{part}' is missing ({part}/{config_file} not found); "
+                f"needed parts: {', '.join(family.parts)}"
             )
         entry = index.get(part)
         found = entry[-1] if isinstance(entry, list) and entry else None
-        if not part.startswith("tokenizer") and found != expected.__name__:
+        if not is_tokenizer and found != expected:
             raise ModelFolderError(
-                f"{index_file}: part '{part}' is a {found or 'missing entry'}; this system trains "
-                f"FLUX-type models, whose {part} is a {expected.__name__}"
+                f"{index_file}: part '{part}' is a {found or 'missing entry'}; the {part} of a "
+                f"{family.pipeline} is a {expected}"
             )
         for file in sorted((folder / part).glob("*.safetensors")):
             _check_whole(file)
-    packed_channels(folder)
+    open_family(folder)
     return folder
-
-
-def packed_channels(folder: Path) -> int:
-    """Channels of a token: the 2 x 2 latents of the VAE that the transformer takes and predicts.
-
-    Raises:
-        ModelFolderError: they differ.
-    """
-    network_file, vae_file = (folder / part / "config.json" for part in ("transformer", "vae"))
-    network, vae = _read_json(network_file), _read_json(vae_file)
-    # What a file leaves out has diffusers' default.
-    taken, latent = network.get("in_channels", 64), vae.get("latent_channels", 4)
-    predicted = taken if network.get("out_channels") is None else network["out_channels"]
-    if not taken == predicted == 4 * latent:
-        raise ModelFolderError(
-            f"{network_file}: the transformer takes in_channels {taken} and predicts out_channels "
-            f"{predicted}; {vae_file} has latent_channels {latent}, packed 4 x {latent} = "
-            f"{4 * latent}. All three must be equal: a FLUX with further inputs (Fill, Control) "
-            "or another model's VAE cannot be trained here"
-        )
-    return 4 * latent
 
 
 def load_part(
@@ -109,10 +81,11 @@ def load_part(
     Raises:
         ModelFolderError: weights are missing, cut short, unexpected, or of other shapes.
     """
-    folder = resolve_path(model.path) / part
-    cls = PARTS[part]
+    family = open_family(resolve_path(model.path))
     if model.random_weights and part in ("transformer", "vae"):
-        return _random_network(cls, _read_json(folder / "config.json"), dtype, device)
+        return _random_network(on_meta(family, part), dtype, device)
+    folder = resolve_path(model.path) / part
+    cls = _class_of(family, part)
     is_network = not part.startswith("tokenizer")
     # Without use_safetensors the libraries would fall back to pickled weights.
     options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
@@ -134,12 +107,19 @@ def load_part(
     return network.eval().requires_grad_(False).to(device)
 
 
-def _random_network(
-    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str
-) -> Any:
-    """Small random numbers in every layer, the same ones in every role on the same kind of card."""
+def on_meta(family: Family, part: str) -> Any:
+    """``transformer`` or ``vae`` by its configuration, without weights."""
     with torch.device("meta"):
-        network = cls.from_config(config)
+        return _class_of(family, part).from_config(family.configs[part])
+
+
+def _class_of(family: Family, part: str) -> Any:
+    library = diffusers if part in ("transformer", "vae") else transformers
+    return getattr(library, family.parts[part])
+
+
+def _random_network(network: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """Small random numbers in every layer, the same ones in every role on the same kind of card."""
     network = network.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -181,13 +161,3 @@ def _check_whole(file: Path) -> None:
             pass
     except (OSError, SafetensorError) as error:
         raise ModelFolderError(f"{file}: cut short or no safetensors file: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelFolderError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelFolderError(f"{path}: expected a JSON object")
-    return content

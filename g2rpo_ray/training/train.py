@@ -18,7 +18,7 @@ from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
-from g2rpo_ray.models.loading import check_model_folder
+from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import PromptOrder, check_apart, evenly, read_config_prompts
 from g2rpo_ray.rollout.answers import RolloutSummary
@@ -52,7 +52,7 @@ def train(config: Config, resume: str = "none") -> None:
     # Imported here because it derives from the loop below.
     from g2rpo_ray.training.one_step_off import OneStepOffLoop
 
-    check_model_folder(config.model)
+    check_model(config)
     train_prompts = read_config_prompts(config, config.prompts.train)
     heldout = read_config_prompts(config, config.prompts.heldout)
     check_apart(train_prompts, heldout)

@@ -18,8 +18,8 @@ from g2rpo_ray.config import Config, LoraSection, save_config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.maths import noise
-from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import ModelFolderError
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.saving import ADAPTER_FILE
 from g2rpo_ray.models.weights import trainable_parameters
 from g2rpo_ray.run.folder import RunFolderError, trained_kind

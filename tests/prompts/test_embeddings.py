@@ -84,16 +84,16 @@ def test_embeddings_are_those_made_on_the_fly_to_the_bit(
     actor = PromptEncoder(config)
     for number, text in enumerate(texts):
         prompt, wanted = actor.encode(number, text), fly.encode(text)
-        assert torch.equal(prompt.embeds.t5, wanted.t5)
-        assert torch.equal(prompt.embeds.pooled, wanted.pooled)
-        assert prompt.embeds.t5.dtype == wanted.t5.dtype
+        assert torch.equal(prompt.embeds["t5"], wanted["t5"])
+        assert torch.equal(prompt.embeds["pooled"], wanted["pooled"])
+        assert prompt.embeds["t5"].dtype == wanted["t5"].dtype
 
 
 def test_a_prompt_that_was_not_embedded_is_encoded_on_the_fly(embedded: Path) -> None:
     config = config_with(embedded)
     prompt = PromptEncoder(config).encode(0, "a green triangle")
     fly = TextEncoder(config.model, config.prompts.max_sequence_length)
-    assert torch.equal(prompt.embeds.t5, fly.encode("a green triangle").t5)
+    assert torch.equal(prompt.embeds["t5"], fly.encode("a green triangle")["t5"])
 
 
 def test_the_manifest_says_what_there_is(embedded: Path) -> None:
