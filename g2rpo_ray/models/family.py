@@ -80,7 +80,11 @@ class Family(ABC):
 
     @abstractmethod
     def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
-        """Of a picture, or of a video's frames, by their size in pixels."""
+        """Of a picture, or of a video's frames, by their size in pixels.
+
+        Tokens are those of diffusers' pipeline or, where it holds latents unpacked, their places
+        in its order, with the channels last.
+        """
 
     @abstractmethod
     def schedule(self, steps: int, latents: LatentShape) -> Tensor:
@@ -110,16 +114,8 @@ class Family(ABC):
         guidance: float,
         latents: LatentShape,
     ) -> Tensor:
-        """``noise - x_0`` of every latent, as rollout and learner both predict it.
-
-        Args:
-            x: float32 ``[B, tokens, channels]``.
-            sigma: float32 ``[B]``; a batch may mix noise levels.
-            conditioning: of the one prompt of all latents.
-
-        Returns:
-            float32 ``[B, tokens, channels]``.
-        """
+        """``noise - x_0`` of every latent ``x`` at its ``sigma``, see ``Policy.forward``; with
+        classifier-free guidance in as many ``passes`` as that needs."""
 
     @abstractmethod
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:

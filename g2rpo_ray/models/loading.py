@@ -6,12 +6,13 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.families import family_class, latents_of, open_family, read_json
 from g2rpo_ray.models.family import Family, ModelFolderError
+from g2rpo_ray.models.saving import open_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -66,7 +67,9 @@ def check_model_folder(model: ModelSection) -> Path:
                 f"{family.pipeline} is a {expected}"
             )
         for file in sorted((folder / part).glob("*.safetensors")):
-            _check_whole(file)
+            # Reads the header alone, and compares it with the file's length.
+            with open_weights(file):
+                pass
     open_family(folder)
     return folder
 
@@ -152,12 +155,3 @@ def _check_tensors(folder: Path, model: str, info: dict[str, Any]) -> None:
             f"{folder}: the weight files hold {len(unused)} tensors that {model} with this "
             f"config.json has no place for, first {', '.join(unused[:3])}"
         )
-
-
-def _check_whole(file: Path) -> None:
-    try:
-        # Reads the header alone, and compares it with the file's length.
-        with safe_open(file, framework="pt"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise ModelFolderError(f"{file}: cut short or no safetensors file: {error}") from error

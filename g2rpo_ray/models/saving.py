@@ -163,13 +163,13 @@ def _compare(
 
 def _read_files(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     for file in files:
-        with _open(file) as reader:
+        with open_weights(file) as reader:
             for name in reader.keys():  # noqa: SIM118  (no mapping)
                 yield name, reader.get_tensor(name)
 
 
 def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
-    with _open(file) as reader:
+    with open_weights(file) as reader:
         slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
         for name, part in slices.items():
             if not part.get_dtype().startswith(("F", "BF")):
@@ -180,7 +180,11 @@ def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(part.get_shape())) for name, part in slices.items()]
 
 
-def _open(file: Path) -> safe_open:
+def open_weights(file: Path) -> safe_open:
+    """
+    Raises:
+        ModelFolderError: the file is missing, cut short or no safetensors file.
+    """
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
