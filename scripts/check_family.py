@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import ModelSection
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import Family
-from g2rpo_ray.models.loading import check_model_folder, load_part
+from g2rpo_ray.models.loading import load_part
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.vae import PictureDecoder
@@ -45,7 +46,7 @@ class Walk:
 def by_diffusers(family: Family, folder: Path, options: argparse.Namespace) -> Walk:
     """The pipeline's walk, read at its scheduler."""
     walk = Walk()
-    pipeline = family.pipeline_class().from_pretrained(folder, torch_dtype=torch.float32)
+    pipeline = family.pipeline_class.from_pretrained(folder, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     step = pipeline.scheduler.step
 
@@ -76,7 +77,7 @@ def by_diffusers(family: Family, folder: Path, options: argparse.Namespace) -> W
 def by_us(family: Family, folder: Path, options: argparse.Namespace, noise: Tensor) -> Walk:
     """The sampler's walk from the same noise."""
     model = ModelSection(path=str(folder), dtype="float32")
-    call = inspect.signature(family.pipeline_class().__call__)
+    call = inspect.signature(family.pipeline_class.__call__)
     default = call.parameters["max_sequence_length"].default
     encoder = TextEncoder(model, _needed(family).get("max_sequence_length", default))
     shape = family.latents(options.height, options.width, options.frames)
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", default="a red circle left of a green triangle")
     options = parser.parse_args(arguments)
     try:
-        folder = check_model_folder(ModelSection(path=options.folder))
+        folder = resolve_path(options.folder)
         family = open_family(folder)
     except InputError as error:
         print(error)

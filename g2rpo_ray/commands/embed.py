@@ -21,7 +21,7 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import check_gpus
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import open_family
-from g2rpo_ray.models.loading import DTYPES, check_model_folder, on_meta
+from g2rpo_ray.models.loading import DTYPES, check_model, on_meta
 from g2rpo_ray.prompts.embeddings import Manifest, ShardFile, encoder_fingerprint, write_manifest
 from g2rpo_ray.prompts.selection import Selected, Selection, select
 from g2rpo_ray.prompts.shards import ShardEncoder
@@ -70,7 +70,7 @@ def embed(
         PromptFileError, SelectionError: the prompts cannot be used.
         RunError: a worker failed.
     """
-    check_model_folder(config.model)
+    check_model(config)
     # With a length to select by, a longer prompt is left out instead of refused.
     longest = config.prompts.max_characters if selection.max_characters is None else None
     texts = read_prompts(resolve_path(source), longest, config.prompts.key)

@@ -7,7 +7,7 @@ from pathlib import Path
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.catalogue import reward_paths
-from g2rpo_ray.models.families import family_class
+from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.loading import check_model
 
@@ -38,7 +38,7 @@ def digests(config: Config) -> dict[str, str]:
 
 def _missing_shards(folder: Path) -> list[str]:
     problems = []
-    for part in family_class(folder).parts:
+    for part in open_family(folder).parts:
         for index in sorted((folder / part).glob("*.safetensors.index.json")):
             try:
                 shards = set(json.loads(index.read_text())["weight_map"].values())

@@ -12,39 +12,49 @@ from g2rpo_ray.models.latents import LatentShape
 FAMILIES: tuple[type[Family], ...] = (Flux1,)
 
 
-def family_class(folder: Path) -> type[Family]:
-    """Of a folder in diffusers' layout.
-
-    Raises:
-        ModelFolderError: its model_index.json is not readable, or is of no family known here.
-    """
-    index = folder / "model_index.json"
-    name = read_json(index).get("_class_name")
-    for family in FAMILIES:
-        if family.pipeline == name:
-            return family
-    raise ModelFolderError(
-        f"{index}: _class_name is {name!r}; families of models known here: "
-        f"{', '.join(family.pipeline for family in FAMILIES)}"
-    )
-
-
 def open_family(folder: Path) -> Family:
-    """The family of a folder, with the folder's configurations.
+    """The family of a folder in diffusers' layout, which has all parts that the family needs.
 
     Raises:
-        ModelFolderError: as of ``family_class``; a configuration is not readable, or does not fit
-            the others.
+        ModelFolderError: the folder is of no family known here; a part is missing or of another
+            class, or does not fit the others.
     """
-    cls = family_class(folder)
+    index_file = folder / "model_index.json"
+    if not index_file.is_file():
+        raise ModelFolderError(
+            f"{folder}: no model_index.json; expected a folder in diffusers' layout, as "
+            "DiffusionPipeline.save_pretrained writes it"
+        )
+    index = read_json(index_file)
+    name = index.get("_class_name")
+    cls = next((family for family in FAMILIES if family.pipeline == name), None)
+    if cls is None:
+        raise ModelFolderError(
+            f"{index_file}: _class_name is {name!r}; families of models known here: "
+            f"{', '.join(family.pipeline for family in FAMILIES)}"
+        )
+    for part, expected in cls.parts.items():
+        is_tokenizer = part.startswith("tokenizer")
+        config_file = "tokenizer_config.json" if is_tokenizer else "config.json"
+        if not (folder / part / config_file).is_file():
+            raise ModelFolderError(
+                f"{folder}: part '{part}' is missing ({part}/{config_file} not found); "
+                f"needed parts: {', '.join(cls.parts)}"
+            )
+        entry = index.get(part)
+        found = entry[-1] if isinstance(entry, list) and entry else None
+        if not is_tokenizer and found != expected:
+            raise ModelFolderError(
+                f"{index_file}: part '{part}' is a {found or 'missing entry'}; the {part} of a "
+                f"{name} is a {expected}"
+            )
     files = {part: folder / part / "config.json" for part in ("transformer", "vae")}
-    files["model_index"] = folder / "model_index.json"
-    optional = {
-        "scheduler": folder / "scheduler" / "scheduler_config.json",
-        "call": folder / "call.json",
-    }
-    files |= {name: file for name, file in optional.items() if file.is_file()}
-    family = cls({name: read_json(file) for name, file in files.items()})
+    files["scheduler"] = folder / "scheduler" / "scheduler_config.json"
+    files["call"] = folder / "call.json"
+    family = cls(
+        {"model_index": index}
+        | {name: read_json(file) for name, file in files.items() if file.is_file()}
+    )
     if problem := family.problem(folder):
         raise ModelFolderError(problem)
     return family

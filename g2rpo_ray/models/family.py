@@ -51,20 +51,20 @@ class Family(ABC):
     def __init__(self, configs: dict[str, dict[str, Any]]) -> None:
         """
         Args:
-            configs: the folder's JSON files: ``transformer``, ``vae`` and ``scheduler`` (their
-                ``config.json``), ``model_index``, and ``call`` where there is a ``call.json``.
+            configs: the folder's JSON files: ``model_index``, those of ``transformer``, ``vae``
+                and, where they are there, of ``scheduler`` and ``call`` (``call.json``).
         """
         self.configs = configs
 
-    @classmethod
-    def encoder_parts(cls) -> list[str]:
+    @property
+    def encoder_parts(self) -> list[str]:
         """Parts that make a prompt's conditioning."""
-        return [part for part in cls.parts if part not in ("transformer", "vae")]
+        return [part for part in self.parts if part not in ("transformer", "vae")]
 
-    @classmethod
-    def pipeline_class(cls) -> Any:
+    @property
+    def pipeline_class(self) -> Any:
         """Of diffusers."""
-        return getattr(diffusers, cls.pipeline)
+        return getattr(diffusers, self.pipeline)
 
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         """How diffusers' pipeline is told the guidance, as keyword arguments."""

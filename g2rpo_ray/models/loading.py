@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
-from g2rpo_ray.models.families import family_class, latents_of, open_family, read_json
+from g2rpo_ray.models.families import latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.saving import open_weights
 
@@ -21,56 +21,25 @@ RANDOM_STD = 0.02
 
 
 def check_model(config: Config) -> Path:
-    """As ``check_model_folder``, and the model has pictures of the configured sizes.
-
-    Raises:
-        ModelFolderError: the folder cannot be used, or a size; says which, and what is allowed.
-    """
-    folder = check_model_folder(config.model)
-    latents_of(config, open_family(folder))
-    return folder
-
-
-def check_model_folder(model: ModelSection) -> Path:
-    """The folder of ``model.path``, of a family known here, with every part in place and fitting
-    the others, and every weight file whole.
+    """The folder of ``model.path``: of a family known here that has pictures of the configured
+    sizes, with every part in place and every weight file whole.
 
     Which tensors the files hold is checked on loading.
 
     Raises:
         ModelFolderError: the folder or a part of it is missing, of another class or another model,
-            or cut short.
+            or cut short; or the model has no pictures of such a size.
     """
-    folder = resolve_path(model.path)
+    folder = resolve_path(config.model.path)
     if not folder.is_dir():
-        raise ModelFolderError(f"model.path {model.path!r}: no such folder ({folder})")
-    index_file = folder / "model_index.json"
-    if not index_file.is_file():
-        raise ModelFolderError(
-            f"{folder}: no model_index.json; expected a folder in diffusers' layout, as "
-            "DiffusionPipeline.save_pretrained writes it"
-        )
-    family, index = family_class(folder), read_json(index_file)
-    for part, expected in family.parts.items():
-        is_tokenizer = part.startswith("tokenizer")
-        config_file = "tokenizer_config.json" if is_tokenizer else "config.json"
-        if not (folder / part / config_file).is_file():
-            raise ModelFolderError(
-                f"{folder}: part '{part}' is missing ({part}/{config_file} not found); "
-                f"needed parts: {', '.join(family.parts)}"
-            )
-        entry = index.get(part)
-        found = entry[-1] if isinstance(entry, list) and entry else None
-        if not is_tokenizer and found != expected:
-            raise ModelFolderError(
-                f"{index_file}: part '{part}' is a {found or 'missing entry'}; the {part} of a "
-                f"{family.pipeline} is a {expected}"
-            )
+        raise ModelFolderError(f"model.path {config.model.path!r}: no such folder ({folder})")
+    family = open_family(folder)
+    for part in family.parts:
         for file in sorted((folder / part).glob("*.safetensors")):
             # Reads the header alone, and compares it with the file's length.
             with open_weights(file):
                 pass
-    open_family(folder)
+    latents_of(config, family)
     return folder
 
 

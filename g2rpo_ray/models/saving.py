@@ -64,7 +64,7 @@ def save_adapter(tensors: Mapping[str, Tensor], family: Family, folder: Path) ->
     Raises:
         ModelFolderError: what diffusers reads back differs.
     """
-    pipeline = family.pipeline_class()
+    pipeline = family.pipeline_class
     pipeline.save_lora_weights(folder, transformer_lora_layers=dict(tensors))
     read = pipeline.lora_state_dict(folder, weight_name=ADAPTER_FILE, local_files_only=True)
     _compare(folder, tensors, ((name.removeprefix(PREFIX), t) for name, t in read.items()))

@@ -24,9 +24,9 @@ class TextEncoder:
         self._family, self._length = open_family(resolve_path(model.path)), max_sequence_length
         parts = {
             part: load_part(model, part, DTYPES[model.dtype], device)
-            for part in self._family.encoder_parts()
+            for part in self._family.encoder_parts
         }
-        self._pipeline = self._family.pipeline_class()(
+        self._pipeline = self._family.pipeline_class(
             transformer=None, vae=None, scheduler=None, **parts
         )
 

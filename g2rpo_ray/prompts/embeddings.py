@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.families import family_class
+from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.fingerprint import folder_fingerprint
 from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, PromptFileError
 
@@ -60,7 +60,7 @@ class Manifest:
 def encoder_fingerprint(model: ModelSection) -> dict[str, str]:
     """Of each part of the text encoders."""
     folder = resolve_path(model.path)
-    parts = family_class(folder).encoder_parts()
+    parts = open_family(folder).encoder_parts
     return {part: folder_fingerprint(folder / part) for part in parts}
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo_ray.config import ModelSection
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.flux1.family import Flux1
-from g2rpo_ray.models.loading import check_model, check_model_folder, load_part
+from g2rpo_ray.models.loading import check_model, load_part
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.plan.networks import policy_size
 from tests.tiny import copy_flux, tiny_config
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 def check_error(folder: Path) -> str:
     with pytest.raises(ModelFolderError) as caught:
-        check_model_folder(ModelSection(path=str(folder)))
+        check_model(tiny_config(folder / "run", f"model.path={folder}"))
     return str(caught.value)
 
 
@@ -41,8 +41,8 @@ def load_error(folder: Path, weight_file: str) -> str:
     return str(caught.value)
 
 
-def test_the_tiny_model_is_complete() -> None:
-    check_model_folder(ModelSection(path="tiny_world:flux"))
+def test_the_tiny_model_is_complete(tmp_path: Path) -> None:
+    check_model(tiny_config(tmp_path, "model.path=tiny_world:flux"))
 
 
 def test_missing_folder_is_named_as_given_and_as_resolved(
@@ -50,7 +50,7 @@ def test_missing_folder_is_named_as_given_and_as_resolved(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelFolderError) as caught:
-        check_model_folder(ModelSection(path="models/flux"))
+        check_model(tiny_config(tmp_path, "model.path=models/flux"))
     assert f"'models/flux': no such folder ({tmp_path}/models/flux)" in str(caught.value)
 
 
