@@ -112,8 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         folder = resolve_path(options.folder)
         family = open_family(folder)
-    except InputError as error:
-        print(error)
+    except InputError as problem:
+        print(problem)
         return 2
     theirs = by_diffusers(family, folder, options)
     ours = by_us(family, folder, options, theirs.latents[0])
