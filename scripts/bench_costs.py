@@ -10,7 +10,6 @@ on, and the file is written after every stage. Other cards' entries in the file 
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import pickle
@@ -37,9 +36,15 @@ from torch import Tensor
 import measuring
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import LearnerSection, LoraSection
-from g2rpo_ray.models.flux import FluxPolicy, LatentShape
+from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.family import Family
+from g2rpo_ray.models.flux1.family import Flux1
+from g2rpo_ray.models.flux1.published import FLUX1_DEV
 from g2rpo_ray.models.kernels import compile_decoder, compile_evaluations
+from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.loading import on_meta
 from g2rpo_ray.models.lora import add_lora
+from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.models.weights import PackedWeights, receipt, trainable_parameters
 from g2rpo_ray.plan.costs import (
@@ -54,13 +59,9 @@ from g2rpo_ray.plan.costs import (
 )
 from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
 from g2rpo_ray.plan.networks import (
-    FLUX1_DEV_TRANSFORMER,
-    FLUX1_DEV_VAE,
     decode_operations,
     evaluation_operations,
     scorer_size,
-    transformer_on_meta,
-    vae_on_meta,
 )
 from g2rpo_ray.rewards.registry import make_scorer
 
@@ -83,8 +84,7 @@ class World:
 
     device: torch.device
     dtype: torch.dtype
-    transformer: dict[str, Any]
-    vae: dict[str, Any]
+    family: Family
     side: int
     """Height and width of a picture, pixels."""
     text_tokens: int
@@ -103,7 +103,7 @@ class World:
 
     @property
     def shape(self) -> LatentShape:
-        return LatentShape.of_picture(self.side, self.side, self.transformer["in_channels"])
+        return self.family.latents(self.side, self.side)
 
 
 def true_size() -> World:
@@ -111,8 +111,7 @@ def true_size() -> World:
     return World(
         device=torch.device("cuda"),
         dtype=torch.bfloat16,
-        transformer=FLUX1_DEV_TRANSFORMER,
-        vae=FLUX1_DEV_VAE,
+        family=Flux1(FLUX1_DEV.configs),
         side=720,
         text_tokens=512,
         batches=(1, 8),
@@ -135,8 +134,7 @@ def tiny_size() -> World:
     return World(
         device=torch.device("cpu"),
         dtype=torch.float32,
-        transformer=json.loads((folder / "transformer" / "config.json").read_text()),
-        vae=json.loads((folder / "vae" / "config.json").read_text()),
+        family=open_family(folder),
         side=config.sampling.height,
         text_tokens=config.prompts.max_sequence_length,
         batches=(1, config.rollout.planned_batch_size),
@@ -191,19 +189,19 @@ class Bench:
         """Velocity predictions as the rollout makes them."""
         policy = self.policy()
         if name == "evaluation_compiled":
-            compile_evaluations(policy.transformer, cache=None)
+            compile_evaluations(policy, cache=None)
         for batch in self.world.batches:
             yield name, self.measure(batch, self.evaluation_tflop(), self.call(policy, batch))
 
     def decode(self, name: PassName) -> Iterator[Found]:
         """Latents to uint8 pictures on the CPU."""
         world = self.world
-        vae = self.on_device(vae_on_meta(world.vae)).eval()
+        vae = self.on_device(on_meta(world.family, "vae")).eval()
         if name == "decode_compiled":
             compile_decoder(vae.decoder)
-        tflop = decode_operations(vae_on_meta(world.vae), world.side, world.side).tflop
+        tflop = decode_operations(world.family, on_meta(world.family, "vae"), world.shape).tflop
         for batch in world.decode_batches:
-            decoder = PictureDecoder(vae, world.shape, batch)
+            decoder = PictureDecoder(world.family, vae, world.shape, batch)
             latents = torch.randn(batch, *world.shape.packed, device=world.device)
             yield name, self.measure(batch, tflop, partial(decoder.decode, latents))
 
@@ -215,7 +213,8 @@ class Bench:
         if rank is None:
             policy.requires_grad_(True)
         else:
-            add_lora(policy.transformer, LoraSection(rank=rank, alpha=2.0 * rank), seed=0)
+            lora = LoraSection(rank=rank, alpha=2.0 * rank)
+            add_lora(policy.transformer, lora, policy.family, seed=0)
         forward, backward = self.learner_calls(policy)
         for checkpointing, batches in self.world.learners[rank].items():
             name = learner_pass_name(rank is not None, checkpointing)
@@ -230,7 +229,7 @@ class Bench:
                 yield name, self.measure(batch, tflop, run)
 
     def learner_calls(
-        self, policy: FluxPolicy
+        self, policy: Policy
     ) -> tuple[Callable[..., Tensor], Callable[[Tensor], None]]:
         """How the network is called and differentiated: by DeepSpeed where its state fits."""
         trained = sum(p.numel() for p in trainable_parameters(policy).values())
@@ -293,10 +292,12 @@ class Bench:
             run = partial(scorer.score, pictures, [measuring.PROMPT] * batch)
             yield name, self.measure(batch, tflop, run)
 
-    def policy(self) -> FluxPolicy:
+    def policy(self) -> Policy:
         """A frozen policy with random weights."""
-        transformer = self.on_device(transformer_on_meta(self.world.transformer))
-        return FluxPolicy(transformer.eval().requires_grad_(False), self.world.shape, guidance=3.5)
+        world = self.world
+        transformer = self.on_device(on_meta(world.family, "transformer"))
+        transformer.eval().requires_grad_(False)
+        return Policy(world.family, transformer, world.shape, guidance=3.5)
 
     def on_device(self, network: Any) -> Any:
         """A network from the meta device, in the world's precision, with small random weights."""
@@ -307,21 +308,26 @@ class Bench:
         return network
 
     def call(
-        self, policy: FluxPolicy, batch: int, forward: Callable[..., Tensor] | None = None
+        self, policy: Policy, batch: int, forward: Callable[..., Tensor] | None = None
     ) -> Callable[[], Tensor]:
         """The network on a batch of one prompt."""
         world = self.world
-        embeds = measuring.random_embeds(world.transformer, world.text_tokens, world.dtype)
+        embeds = measuring.random_conditioning(
+            world.family, policy.transformer, world.text_tokens, world.dtype
+        )
         x = torch.randn(batch, *world.shape.packed, device=world.device)
         sigma = torch.full((batch,), 0.5, device=world.device)
         return partial(forward or policy, x, sigma, embeds.to(world.device))
 
     def evaluation_tflop(self, rank: int | None = None) -> float:
-        transformer = transformer_on_meta(self.world.transformer)
+        world = self.world
+        transformer = on_meta(world.family, "transformer")
         if rank is not None:
+            lora = LoraSection(rank=rank, alpha=2.0 * rank)
             with torch.device("meta"):
-                add_lora(transformer, LoraSection(rank=rank, alpha=2.0 * rank), seed=0)
-        return evaluation_operations(transformer, self.world.shape, self.world.text_tokens).tflop
+                add_lora(transformer, lora, world.family, seed=0)
+        policy = Policy(world.family, transformer, world.shape, guidance=3.5)
+        return evaluation_operations(policy, world.text_tokens).tflop
 
     def measure(self, batch: int, sample_tflop: float, run: Callable[[], object]) -> Measurement:
         """Median time and peak memory of ``run``, which computes a batch."""
@@ -411,7 +417,7 @@ class Results:
     def write(self) -> None:
         """Replace this card's entry in the table; the others are kept."""
         assert self.card is not None
-        world, config = self.world, self.world.transformer
+        world, config = self.world, self.world.family.configs["transformer"]
         on_card = self.card.memory_gib is not None
         entry = {
             "card": self.card.name,

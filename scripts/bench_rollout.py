@@ -34,8 +34,9 @@ import measuring
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import completion_indices, count_published_order
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
-from g2rpo_ray.models.flux import load_policy
-from g2rpo_ray.models.loading import DTYPES, load_part
+from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.loading import DTYPES, load_part, on_meta
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import Prompt
@@ -215,12 +216,12 @@ class PublishedOrder:
         self.config, self.device = config, device_of(config)
         self.policy = load_policy(config, self.device)
         vae = load_part(config.model, "vae", DTYPES[config.model.dtype], self.device)
-        self.decoder = PictureDecoder(vae, self.policy.shape, 1)
+        self.decoder = PictureDecoder(self.policy.family, vae, self.policy.shape, 1)
         self.scorers = [
             PublishedScorer(r.options["architecture"], self.device) for r in config.rewards.values()
         ]
         self.embeds = random_prompt(config, 0).embeds.to(self.device)
-        self.sigmas = schedule_of(config.sampling, config.sampling.steps, self.policy.shape)
+        self.sigmas = schedule_of(config.sampling, config.sampling.steps, self.policy)
         self.reset()
 
     def reset(self) -> None:
@@ -348,10 +349,11 @@ def overridden(config: Config, overrides: list[str]) -> Config:
 
 
 def random_prompt(config: Config, number: int) -> Prompt:
-    transformer = json.loads((Path(config.model.path) / "transformer" / "config.json").read_text())
-    dtype, tokens = DTYPES[config.model.dtype], config.prompts.max_sequence_length
-    embeds = measuring.random_embeds(transformer, tokens, dtype, seed=number)
-    return Prompt(number, f"{measuring.PROMPT} {number}", embeds)
+    family, length = open_family(Path(config.model.path)), config.prompts.max_sequence_length
+    conditioning = measuring.random_conditioning(
+        family, on_meta(family, "transformer"), length, DTYPES[config.model.dtype], seed=number
+    )
+    return Prompt(number, f"{measuring.PROMPT} {number}", conditioning)
 
 
 def device_of(config: Config) -> torch.device:

@@ -303,10 +303,11 @@ def _memory(_role: object) -> dict[str, float]:
 def _time_passes(learner: Learner, batch: int) -> dict[str, Any]:
     """Runs inside a learner rank."""
     engine, device = learner.engine, learner.device
+    policy = engine.policy
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     text_tokens = learner.config.prompts.max_sequence_length
-    embeds = measuring.random_embeds(engine.policy.transformer.config, text_tokens, dtype)
-    x = torch.randn(batch, *engine.policy.shape.packed, device=device)
+    embeds = measuring.random_conditioning(policy.family, policy.transformer, text_tokens, dtype)
+    x = torch.randn(batch, *policy.shape.packed, device=device)
     sigma = torch.full((batch,), 0.5, device=device)
     predict = partial(engine, x, sigma, embeds.to(device))
 

@@ -27,8 +27,10 @@ from g2rpo_ray.maths.granularity import completion_indices, count_g2rpo, count_p
 from g2rpo_ray.maths.objective import clipped_policy_loss
 from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.maths.sde import SdeStep
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import FluxPolicy, LatentShape
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.flux1.family import Flux1
+from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.sampler import Sampler
 
@@ -161,11 +163,13 @@ def whole_rollout(golden: Golden) -> Errors:
     shape = LatentShape(
         spec["latent_height"], spec["latent_width"], spec["transformer_config"]["in_channels"]
     )
-    policy = FluxPolicy(transformer.eval(), shape, spec["guidance"])
+    policy = Policy(Flux1({}), transformer.eval(), shape, spec["guidance"])
     # The engine's own arithmetic; the schedule module says why it is float32.
     sigmas = static_shift_schedule(spec["steps"], spec["shift"], torch.float32)
     sampler = Sampler(Evaluator(policy, BATCH_SIZE), sigmas)
-    embeds = PromptEmbeds(numbers["prompt_embeds"][0], numbers["pooled_prompt_embeds"][0])
+    embeds = Conditioning(
+        {"t5": numbers["prompt_embeds"][0], "pooled": numbers["pooled_prompt_embeds"][0]}
+    )
 
     anchor = sampler.trajectory(numbers["initial_noise"], embeds)
     yield relative_error(anchor.latents.transpose(0, 1), numbers["anchor_latents"])

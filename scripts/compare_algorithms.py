@@ -28,13 +28,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from g2rpo_ray.models.flux import load_policy
 from torch import Tensor
 
 import measuring
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerEngine
 from g2rpo_ray.learner.update import Assignment, update_on_groups
-from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts

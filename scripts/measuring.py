@@ -15,8 +15,9 @@ import torch
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.family import Family
+from g2rpo_ray.models.flux1.published import FLUX1_DEV
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -62,13 +63,14 @@ def write_model_folder(folder: Path, tiny: bool) -> Path:
         return folder
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-    for part, config in (("transformer", FLUX1_DEV_TRANSFORMER), ("vae", FLUX1_DEV_VAE)):
-        change_json(folder / part / "config.json", config)
+    published = FLUX1_DEV.configs
+    for part in ("transformer", "vae"):
+        change_json(folder / part / "config.json", published[part])
     t5 = T5Config.from_pretrained(folder / "text_encoder_2")
-    t5.update({"d_model": FLUX1_DEV_TRANSFORMER["joint_attention_dim"]})
+    t5.update({"d_model": published["transformer"]["joint_attention_dim"]})
     T5EncoderModel(t5).save_pretrained(folder / "text_encoder_2")
     clip = CLIPTextConfig.from_pretrained(folder / "text_encoder")
-    clip.update({"hidden_size": FLUX1_DEV_TRANSFORMER["pooled_projection_dim"]})
+    clip.update({"hidden_size": published["transformer"]["pooled_projection_dim"]})
     CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
     return folder
 
@@ -87,14 +89,17 @@ def write_scorer(path: Path, device: torch.device | str = "cpu") -> dict[str, An
     return {"checkpoint": str(path), "architecture": SCORER, "dtype": "float16"}
 
 
-def random_embeds(
-    transformer: Mapping[str, Any], tokens: int, dtype: torch.dtype, seed: int = 0
-) -> PromptEmbeds:
-    """Embeddings of a prompt on the CPU, for the transformer that has this configuration."""
+def random_conditioning(
+    family: Family, transformer: Any, tokens: int, dtype: torch.dtype, seed: int = 0
+) -> Conditioning:
+    """Of a prompt, on the CPU, in the shapes that the family's text encoders give."""
     generator = torch.Generator().manual_seed(seed)
-    t5 = torch.randn(tokens, transformer["joint_attention_dim"], generator=generator)
-    pooled = torch.randn(transformer["pooled_projection_dim"], generator=generator)
-    return PromptEmbeds(t5.to(dtype), pooled.to(dtype))
+    blank = family.blank(transformer, tokens, torch.float32, "meta")
+    tensors = {
+        name: torch.randn(tensor.shape, generator=generator).to(dtype)
+        for name, tensor in blank.tensors.items()
+    }
+    return Conditioning(tensors)
 
 
 def join_alone(device: torch.device) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import RolloutCounts
 from g2rpo_ray.maths.sde import SdeStep
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.sampling.sampler import Sampler
 
@@ -47,7 +47,7 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey, iteration: int) -> Draw:
+    def draw(self, sampler: Sampler, embeds: Conditioning, key: GroupKey, iteration: int) -> Draw:
         """Draw one prompt."""
 
     @abstractmethod

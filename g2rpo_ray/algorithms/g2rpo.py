@@ -5,7 +5,7 @@ import torch
 from g2rpo_ray.algorithms.base import Draw, Strategy
 from g2rpo_ray.maths.granularity import RolloutCounts, count_g2rpo
 from g2rpo_ray.maths.sde import SdeStep
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.sampling.sampler import Sampler
 
@@ -16,9 +16,9 @@ class G2rpoStrategy(Strategy):
     def trained_steps(self, iteration: int) -> list[int]:  # noqa: ARG002
         return list(self.config.g2rpo.sde_steps)
 
-    def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey, iteration: int) -> Draw:
+    def draw(self, sampler: Sampler, embeds: Conditioning, key: GroupKey, iteration: int) -> Draw:
         sampling, recipe = self.config.sampling, self.config.g2rpo
-        device = embeds.t5.device
+        device = embeds.device
         shape = sampler.shape.packed
 
         anchor = sampler.trajectory(key.initial_noise(shape)[None].to(device), embeds)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from g2rpo_ray.algorithms.base import Draw, Strategy
 from g2rpo_ray.maths.granularity import RolloutCounts, count_walks
 from g2rpo_ray.maths.sde import SdeStep
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.sampling.sampler import InjectedStep, Sampler
 
@@ -31,8 +31,8 @@ class MemberWalksStrategy(Strategy):
         """Schedule index from which on the ODE is solved to second order, if at all."""
         return None
 
-    def draw(self, sampler: Sampler, embeds: PromptEmbeds, key: GroupKey, iteration: int) -> Draw:
-        sampling, device = self.config.sampling, embeds.t5.device
+    def draw(self, sampler: Sampler, embeds: Conditioning, key: GroupKey, iteration: int) -> Draw:
+        sampling, device = self.config.sampling, embeds.device
         shape, members = sampler.shape.packed, sampling.members
         trained = self.trained_steps(iteration)
         injected = {

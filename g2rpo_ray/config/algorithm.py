@@ -13,17 +13,18 @@ class SamplingSection(Section):
     """How pictures are drawn; rollout and learner both read this one section."""
 
     height: int = Field(720, ge=16)
-    """Picture height in pixels, a multiple of 16."""
+    """Picture height in pixels, a multiple of what the model packs into a token (often 16)."""
     width: int = Field(720, ge=16)
-    """Picture width in pixels, a multiple of 16."""
+    """Picture width in pixels, likewise."""
     steps: int = Field(16, ge=2)
     """T: evaluations of one trajectory."""
     schedule: Literal["static", "dynamic"] = "static"
-    """``static`` shifts by ``shift``; ``dynamic`` by the resolution, as FLUX's own pipeline."""
+    """``static`` shifts by ``shift``; ``dynamic`` is the model's own, which may depend on
+    the resolution: what its folder's ``scheduler_config.json`` says."""
     shift: float = Field(3.0, gt=0)
-    """Static shift of the schedule; the papers use 3 for FLUX.1-dev."""
+    """Static shift of the schedule; the papers use 3."""
     guidance: float = Field(3.5, ge=0)
-    """Value of the distilled guidance embedding."""
+    """Guidance scale, as the model takes it; one without guidance does not read it."""
     sde: SdeKind = "flow"
     """Kind of the stochastic step."""
     eta: float = Field(0.7, gt=0)
@@ -37,12 +38,6 @@ class SamplingSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for key in ("height", "width"):
-            if getattr(self, key) % 16:
-                raise ValueError(
-                    f"{key} is {getattr(self, key)}; it must be a multiple of 16 (the VAE shrinks "
-                    "by 8 and FLUX packs 2 x 2 latents into a token)"
-                )
         if self.sde == "cps" and self.eta >= 2:
             raise ValueError(f"eta is {self.eta}; cps needs eta below 2 (sin(eta * pi / 2) > 0)")
         return self

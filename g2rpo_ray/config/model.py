@@ -16,11 +16,11 @@ class LoraSection(Section):
     """Adapter scale is alpha / rank."""
     target_modules: list[str] | None = None
     """Module name endings that get an adapter; none means every attention and feed-forward
-    projection of FLUX's double and single blocks."""
+    projection of the repeated blocks."""
 
 
 class ModelSection(Section):
-    """The policy: a FLUX-type transformer with its VAE and text encoders."""
+    """The policy: a transformer with its VAE and text encoders."""
 
     path: str
     """Folder in diffusers' layout (model_index.json, transformer/, vae/, text_encoder/, ...).
@@ -63,6 +63,6 @@ class PromptsSection(Section):
     """GPUs (or a fraction) for encoding prompts on the fly; 0 encodes on the CPU. Prompts that were
     embedded before need no encoder."""
     max_sequence_length: int = Field(512, ge=1)
-    """Tokens of the T5 embedding."""
+    """Most tokens of a text; some models' text encoders fill it up."""
     max_characters: int = Field(2000, ge=1)
     """A longer prompt is refused: it is most often a broken file."""

@@ -16,10 +16,10 @@ class EvaluationSection(Section):
     """Pictures of each prompt, each from its own fixed seed."""
     steps: int = Field(28, ge=1)
     """Evaluations of a trajectory: the deployment's number of steps."""
-    height: int | None = Field(None, ge=16, multiple_of=16)
+    height: int | None = Field(None, ge=16)
     """Picture height of ``g2rpo evaluate``: the deployment's; none is
     ``sampling.height``."""
-    width: int | None = Field(None, ge=16, multiple_of=16)
+    width: int | None = Field(None, ge=16)
     """Picture width, likewise."""
     workers: int = Field(0, ge=0)
     """Workers that evaluate while the run trains, each with a rollout worker's resources, at the

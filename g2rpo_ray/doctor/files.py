@@ -8,7 +8,9 @@ from g2rpo_ray.common.files import sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.catalogue import reward_paths
-from g2rpo_ray.models.loading import PARTS, ModelFolderError, check_model_folder
+from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.family import ModelFolderError
+from g2rpo_ray.models.loading import check_model
 
 SUMS = "SHA256SUMS"
 """Written by ``sha256sum``; files named in it are checked in full where it lies in the folder."""
@@ -18,7 +20,7 @@ SAMPLE_BYTES = 1 << 20
 def model_problems(config: Config) -> list[str]:
     """What is missing or broken of the model and of the rewards' files."""
     try:
-        folder = check_model_folder(config.model)
+        folder = check_model(config)
     except ModelFolderError as error:
         return [str(error), *_reward_problems(config)]
     return [*_missing_shards(folder), *_wrong_sums(folder), *_reward_problems(config)]
@@ -37,7 +39,7 @@ def digests(config: Config) -> dict[str, str]:
 
 def _missing_shards(folder: Path) -> list[str]:
     problems = []
-    for part in PARTS:
+    for part in open_family(folder).parts:
         for index in sorted((folder / part).glob("*.safetensors.index.json")):
             try:
                 shards = set(json.loads(index.read_text())["weight_map"].values())

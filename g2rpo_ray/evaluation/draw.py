@@ -11,7 +11,7 @@ from torch import Tensor
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import Row, Weights
-from g2rpo_ray.models.flux import load_policy
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.weights import receipt, trainable_parameters
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.pool import RolloutPool

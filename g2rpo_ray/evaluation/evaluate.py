@@ -20,7 +20,7 @@ from g2rpo_ray.evaluation.table import (
     write_table_parquet,
 )
 from g2rpo_ray.learner.checkpoints.files import weights_checksum
-from g2rpo_ray.models.loading import check_model_folder
+from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.prompts.dataset import evenly, read_config_prompts
 from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.training.roles import launch_rollout
@@ -46,7 +46,7 @@ def evaluate(
     Raises:
         EvaluationError: something asked for cannot be; the folder belongs to another evaluation.
     """
-    check_model_folder(config.model)
+    check_model(config)
     config = _with_diversity(at_deployment_size(config))
     rows = make_rows(parse_weights(config, checkpoints), steps, hybrids)
     prompts = evenly(

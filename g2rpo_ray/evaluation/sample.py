@@ -13,9 +13,10 @@ from torch import Tensor
 from g2rpo_ray.common.device import describe_device, role_device
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import LatentShape
-from g2rpo_ray.models.loading import DTYPES, check_model_folder, load_part
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.loading import DTYPES, check_model, load_part
+from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.run.weights import SampleError, Source, load_source
@@ -60,7 +61,7 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
             be used.
     """
     switch = _switch(config, options)
-    check_model_folder(config.model)
+    check_model(config)
     _make_writable(folder)
     gpus, setting = config.rollout.gpus_per_worker, "rollout.gpus_per_worker"
     device = role_device(gpus, setting)
@@ -72,7 +73,7 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
     start = _noise(options, source.policy.shape).to(device)
     latents = _walk(config, source, start, embeds, switch)
     _check_finite(latents, options)
-    return _save(config, latents, source.policy.shape, folder)
+    return _save(config, latents, source.policy, folder)
 
 
 def _switch(config: Config, options: SampleOptions) -> int:
@@ -96,7 +97,7 @@ def _make_writable(folder: Path) -> None:
         raise SampleError(f"--out {folder}: pictures cannot be written there: {error}") from error
 
 
-def _encode(config: Config, prompts: Sequence[str], device: torch.device) -> list[PromptEmbeds]:
+def _encode(config: Config, prompts: Sequence[str], device: torch.device) -> list[Conditioning]:
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length, str(device))
     return [encoder.encode(prompt).to(device) for prompt in prompts]
 
@@ -108,12 +109,12 @@ def _noise(options: SampleOptions, shape: LatentShape) -> Tensor:
 
 
 def _walk(
-    config: Config, source: Source, start: Tensor, embeds: Sequence[PromptEmbeds], switch: int
+    config: Config, source: Source, start: Tensor, embeds: Sequence[Conditioning], switch: int
 ) -> list[Tensor]:
     """Latents x_0 of each prompt, shaped as ``start``."""
     steps = config.evaluation.steps
     evaluate = Evaluator(source.policy, config.rollout.planned_batch_size)
-    sampler = Sampler(evaluate, schedule_of(config.sampling, steps, source.policy.shape))
+    sampler = Sampler(evaluate, schedule_of(config.sampling, steps, source.policy))
     latents = [start] * len(embeds)
     if switch > 0:
         latents = [sampler.trajectory(start, e, 0, switch).x0 for e in embeds]
@@ -136,15 +137,15 @@ def _check_finite(latents: Sequence[Tensor], options: SampleOptions) -> None:
             )
 
 
-def _save(
-    config: Config, latents: Sequence[Tensor], shape: LatentShape, folder: Path
-) -> list[Path]:
+def _save(config: Config, latents: Sequence[Tensor], policy: Policy, folder: Path) -> list[Path]:
     vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(latents[0].device)
+    largest_px = max(config.sampling.height, config.sampling.width)
     decoder = PictureDecoder(
+        policy.family,
         vae,
-        shape,
+        policy.shape,
         config.rollout.decode_batch_size,
-        tile_above_px=config.rollout.decode_tile_above_px,
+        tiled=largest_px > config.rollout.decode_tile_above_px,
     )
     paths = []
     for prompt_number, x0 in enumerate(latents):

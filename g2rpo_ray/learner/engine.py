@@ -22,8 +22,8 @@ from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.config import LearnerSection
 from g2rpo_ray.learner.checkpoints.parts import StatePart, StateReader
 from g2rpo_ray.learner.state import MOMENTS, MasterState, load_whole_weights
-from g2rpo_ray.models.flux import FluxPolicy
 from g2rpo_ray.models.kernels import COMPILE_ERRORS
+from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.weights import TensorLayout, trainable_parameters, word_sums
 
 
@@ -122,7 +122,7 @@ class LearnerEngine:
 
     def __init__(
         self,
-        policy: FluxPolicy,
+        policy: Policy,
         settings: LearnerSection,
         state: StateReader | None = None,
         updates: int = 0,
@@ -149,7 +149,7 @@ class LearnerEngine:
             dist_init_required=False,
             config=_deepspeed_config(settings, first.dtype, first.device),
         )
-        self.policy: FluxPolicy = self._engine.module
+        self.policy: Policy = self._engine.module
         # Adapters are many and small: their gradients stay whole on every rank until the step, and
         # are reduced once. All weights' gradients would not fit; they are reduced in every pass.
         self._reduces_once = any(".lora_" in name for name in self._names)

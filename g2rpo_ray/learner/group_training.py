@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
 from g2rpo_ray.config import Config
@@ -272,7 +272,7 @@ def _advantages(group: RolloutGroup, config: Config) -> Advantages:
 
 
 @contextmanager
-def _adapters_off(transformer: FluxTransformer2DModel) -> Iterator[None]:
+def _adapters_off(transformer: Any) -> Iterator[None]:
     """The model as it was before training: its weights without the adapters."""
     transformer.disable_adapters()
     try:

@@ -14,14 +14,14 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from g2rpo_ray.learner.checkpoints.parts import StatePart, StateReader
-from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.weights import WeightMismatchError, trainable_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @torch.no_grad()
-def load_whole_weights(policy: FluxPolicy, state: StateReader) -> None:
+def load_whole_weights(policy: Policy, state: StateReader) -> None:
     """Into the policy, before DeepSpeed splits it; one tensor at a time.
 
     Raises:

@@ -24,9 +24,9 @@ from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, SNAPSHOTS_KEPT, del
 from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
 from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups
-from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.lora import coverage
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.weights import PackedWeights, TensorLayout, WeightReceipt, receipt
 from g2rpo_ray.sampling.group import RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup, open_store
@@ -56,7 +56,7 @@ class Learner:
             )
             policy = load_policy(self.config, self.device)
             if settings.compile:
-                compile_blocks(policy.transformer, cache=None)
+                compile_blocks(policy, cache=None)
             if checkpoint is None:
                 self.engine = LearnerEngine(policy, settings)
             else:

@@ -33,7 +33,7 @@ def clipped_policy_loss(
         log_prob: ``[M]`` under the weights in training, with a graph.
         old_log_prob: ``[M]`` under the weights that made the samples.
         advantages: ``[M]``.
-        clip: half-width of the trust region around ratio 1; the FLUX papers use 1e-4.
+        clip: half-width of the trust region around ratio 1; the papers use 1e-4.
     """
     log_ratio = log_prob - old_log_prob
     with torch.no_grad():

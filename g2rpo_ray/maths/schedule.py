@@ -1,8 +1,8 @@
 """Sigma schedules: T + 1 numbers from 1 (noise) down to 0 (picture).
 
 In float64 by default. The engine asks for float32, since diffusers' scheduler and the published
-code compute the schedule in float32: FLUX multiplies sigma by 1000 before it takes sines, and so
-turns the last bit of sigma into a relative difference of 5e-6 in the latents.
+code compute the schedule in float32: networks multiply sigma by 1000 before they take sines, and so
+turn the last bit of sigma into a relative difference of 5e-6 in the latents.
 """
 
 import math
@@ -19,7 +19,7 @@ def static_shift_schedule(steps: int, shift: float, dtype: torch.dtype = torch.f
 
     Args:
         steps: number of evaluations T of one trajectory, at least 1.
-        shift: > 0; 1 is the linear schedule, 3 is what the papers use for FLUX.1-dev.
+        shift: > 0; 1 is the linear schedule, 3 is what the papers use.
         dtype: of the arithmetic and of the result.
 
     Returns:
@@ -46,13 +46,13 @@ def dynamic_shift_schedule(
     max_shift: float = 1.15,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """FLUX's resolution-dependent schedule, as diffusers' ``FlowMatchEulerDiscreteScheduler``.
+    """The resolution-dependent schedule of diffusers' ``FlowMatchEulerDiscreteScheduler``.
 
     ``mu`` is linear in the number of image tokens and ``s_i = e^mu / (e^mu + 1 / t_i - 1)``.
 
     Args:
         steps: number of evaluations T of one trajectory, at least 1.
-        image_tokens: packed latent tokens of the picture (height * width / 256 for FLUX).
+        image_tokens: packed latent tokens of the picture.
         base_tokens, max_tokens, base_shift, max_shift: the line that gives ``mu``
             (``base_image_seq_len`` ... in the scheduler's configuration).
         dtype: of the arithmetic and of the result.

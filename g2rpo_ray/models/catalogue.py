@@ -8,6 +8,7 @@ from pathlib import Path
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.families import FAMILIES
 from g2rpo_ray.rewards.registry import SCORERS
 from g2rpo_ray.rewards.scorers.endpoint import EndpointOptions
 
@@ -68,19 +69,18 @@ _HPS = ("xswu/HPSv2", "697403c78157020a1ae59d23f111aa58ced35b0a")
 _IMAGE_REWARD = ("zai-org/ImageReward", "5736be03b2652728fb87788c9797b0570450ab72")
 
 CATALOGUE: dict[str, Source] = {
-    "FLUX.1-dev": Source(
-        "black-forest-labs/FLUX.1-dev",
-        "3de623fc3c33e44ffbe2bad470d0f45bccf2eb21",
-        # Not the single-file copies of transformer and VAE beside them.
-        ("model_index.json", "scheduler/*", "text_encoder/*", "text_encoder_2/*", "tokenizer/*",
-         "tokenizer_2/*", "transformer/*", "vae/*"),
-        terms="FLUX.1 [dev]'s non-commercial licence",
-        licence={
-            "license": "other",
-            "license_name": "flux-1-dev-non-commercial-license",
-            "license_link": "https://huggingface.co/black-forest-labs/FLUX.1-dev/blob/main/LICENSE.md",
-        },
-    ),
+    **{
+        name: Source(
+            model.repo,
+            model.revision,
+            # Not the single-file copies of transformer and VAE beside them.
+            ("model_index.json", "scheduler/*", *(f"{part}/*" for part in sorted(family.parts))),
+            terms=model.terms,
+            licence=model.licence,
+        )
+        for family in FAMILIES
+        for name, model in family.published.items()
+    },
     "HPS_v2.1_compressed.pt": Source(*_HPS, ("HPS_v2.1_compressed.pt",)),
     "HPS_v2_compressed.pt": Source(*_HPS, ("HPS_v2_compressed.pt",)),
     # Public code names the first, open_clip the second.

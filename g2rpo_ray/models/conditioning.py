@@ -1,5 +1,6 @@
-"""What a FLUX transformer is conditioned on."""
+"""What a network is conditioned on."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -7,13 +8,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class PromptEmbeds:
-    """Embeddings of one prompt."""
+class Conditioning:
+    """What one prompt tells the network; the model's family gives the names and reads them."""
 
-    t5: Tensor
-    """``[text tokens, joint_attention_dim]``, the model's dtype."""
-    pooled: Tensor
-    """``[pooled_projection_dim]``: CLIP's pooled embedding, the model's dtype."""
+    tensors: Mapping[str, Tensor]
+    """``[tokens, dim]``, or ``[dim]`` for the whole text, in the model's dtype."""
 
-    def to(self, device: torch.device) -> "PromptEmbeds":
-        return PromptEmbeds(self.t5.to(device), self.pooled.to(device))
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    def to(self, device: torch.device) -> "Conditioning":
+        return Conditioning({name: tensor.to(device) for name, tensor in self.tensors.items()})

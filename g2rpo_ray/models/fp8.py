@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.models.policy import Policy
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -101,20 +101,21 @@ class Float8Linear(nn.Module):
 class Float8Twin:
     """A second policy that shares everything with the exact one but its blocks' products."""
 
-    def __init__(self, policy: FluxPolicy) -> None:
+    def __init__(self, policy: Policy) -> None:
         """
         Args:
             policy: on its device, not compiled yet.
         """
         shared = {id(t): t for t in (*policy.parameters(), *policy.buffers())}
-        self.policy: FluxPolicy = copy.deepcopy(policy, shared)
+        self.policy: Policy = copy.deepcopy(policy, shared)
         self._layers: list[Float8Linear] = []
-        for block in _blocks(policy.transformer):
-            twin = self.policy.get_submodule(f"transformer.{block}")
-            for name, source in _products(policy.get_submodule(f"transformer.{block}")):
-                layer = Float8Linear(source)
-                twin.set_submodule(name, layer)
-                self._layers.append(layer)
+        for block_name, block in policy.blocks():
+            twin = self.policy.get_submodule(block_name)
+            for name, source in _products(block):
+                if not policy.family.is_modulation(name):
+                    layer = Float8Linear(source)
+                    twin.set_submodule(name, layer)
+                    self._layers.append(layer)
 
     def refresh(self) -> None:
         """Take over the exact policy's weights, after they changed."""
@@ -128,23 +129,14 @@ def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale
 
 
-def _blocks(transformer: nn.Module) -> list[str]:
-    wanted: Any = transformer._repeated_blocks
-    return [name for name, m in transformer.named_modules() if type(m).__name__ in wanted]
-
-
 def _products(block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Linear layers that run over all tokens, an adapter's own parts left out."""
+    """Linear layers, an adapter's own parts left out."""
     linear: list[tuple[str, nn.Module]] = []
     for name, module in block.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer, _ in linear)
         if not inside and (isinstance(module, nn.Linear) or hasattr(module, "base_layer")):
             linear.append((name, module))
-    return [(name, module) for name, module in linear if not _is_modulation(name)]
-
-
-def _is_modulation(name: str) -> bool:
-    return name.startswith("norm") and name.endswith("linear")
+    return linear
 
 
 def _lora_delta(source: Any, adapter: str) -> Tensor:

@@ -2,14 +2,15 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.models.policy import Policy
 
 COMPILE_ERRORS = (TorchDynamoException, InductorError)
 """What a compiled module raises when it is first called and cannot be compiled."""
@@ -21,7 +22,7 @@ class AttentionBackendError(InputError):
     """The attention backend is unknown or not installed here."""
 
 
-def choose_attention(transformer: FluxTransformer2DModel, backend: str) -> None:
+def choose_attention(transformer: Any, backend: str) -> None:
     """Compute attention by ``backend`` from now on.
 
     Args:
@@ -47,7 +48,7 @@ def choose_attention(transformer: FluxTransformer2DModel, backend: str) -> None:
         ) from error
 
 
-def compile_blocks(transformer: FluxTransformer2DModel, cache: Path | None) -> None:
+def compile_blocks(policy: Policy, cache: Path | None) -> None:
     """Compile the repeated blocks when they are first called, for each shape of its own.
 
     Args:
@@ -56,18 +57,16 @@ def compile_blocks(transformer: FluxTransformer2DModel, cache: Path | None) -> N
     """
     if cache is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
+    for _, block in policy.blocks():
+        block.compile(fullgraph=True, dynamic=False)
 
 
-def compile_evaluations(transformer: FluxTransformer2DModel, cache: Path | None) -> None:
-    """As :func:`compile_blocks`, for a network that is not trained: on a card with kernels of ours,
-    which have no backward pass."""
-    if transformer.device.type == "cuda":
-        # Needs Triton, which comes with PyTorch only where it is built for cards.
-        from g2rpo_ray.models.fused import fuse_elementwise
-
-        fuse_elementwise(transformer)
-    compile_blocks(transformer, cache)
+def compile_evaluations(policy: Policy, cache: Path | None) -> None:
+    """As :func:`compile_blocks`, for a network that is not trained: on a card with the family's own
+    kernels, which have no backward pass."""
+    if policy.transformer.device.type == "cuda":
+        policy.family.fuse(policy.transformer)
+    compile_blocks(policy, cache)
 
 
 def compile_decoder(decoder: nn.Module) -> None:

@@ -3,100 +3,44 @@
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
-from safetensors import SafetensorError, safe_open
-from transformers import CLIPTextModel, CLIPTokenizerFast, T5EncoderModel, T5TokenizerFast
+import transformers
+from safetensors import SafetensorError
 
-from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import ModelSection
+from g2rpo_ray.config import Config, ModelSection
+from g2rpo_ray.models.families import latents_of, open_family
+from g2rpo_ray.models.family import Family, ModelFolderError
+from g2rpo_ray.models.saving import open_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-PARTS = {
-    "transformer": FluxTransformer2DModel,
-    "vae": AutoencoderKL,
-    "text_encoder": CLIPTextModel,
-    "text_encoder_2": T5EncoderModel,
-    "tokenizer": CLIPTokenizerFast,
-    "tokenizer_2": T5TokenizerFast,
-}
 RANDOM_STD = 0.02
 """Spread of random weights: small enough that a deep network stays finite."""
-_CONFIG_FILES = {
-    "text_encoder": "config.json",
-    "text_encoder_2": "config.json",
-    "transformer": "config.json",
-    "vae": "config.json",
-    "tokenizer": "tokenizer_config.json",
-    "tokenizer_2": "tokenizer_config.json",
-}
 
 
-class ModelFolderError(InputError):
-    """A model folder is missing, incomplete or does not fit; the message names part and cause."""
-
-
-def check_model_folder(model: ModelSection) -> Path:
-    """The folder of ``model.path``, with every part in place, transformer and VAE of the same
-    latents, and every weight file whole.
+def check_model(config: Config) -> Path:
+    """The folder of ``model.path``: of a family known here that has pictures of the configured
+    sizes, with every part in place and every weight file whole.
 
     Which tensors the files hold is checked on loading.
 
     Raises:
         ModelFolderError: the folder or a part of it is missing, of another class or another model,
-            or cut short.
+            or cut short; or the model has no pictures of such a size.
     """
-    folder = resolve_path(model.path)
-    index_file = folder / "model_index.json"
+    folder = resolve_path(config.model.path)
     if not folder.is_dir():
-        raise ModelFolderError(f"model.path {model.path!r}: no such folder ({folder})")
-    if not index_file.is_file():
-        raise ModelFolderError(
-            f"{folder}: no model_index.json; expected a folder in diffusers' layout, as "
-            "FluxPipeline.save_pretrained writes it"
-        )
-    index = _read_json(index_file)
-    for part, expected in PARTS.items():
-        if not (folder / part / _CONFIG_FILES[part]).is_file():
-            raise ModelFolderError(
-                f"{folder}: part '{part}' is missing ({part}/{_CONFIG_FILES[part]} not found); "
-                f"needed parts: {', '.join(PARTS)}"
-            )
-        entry = index.get(part)
-        found = entry[-1] if isinstance(entry, list) and entry else None
-        if not part.startswith("tokenizer") and found != expected.__name__:
-            raise ModelFolderError(
-                f"{index_file}: part '{part}' is a {found or 'missing entry'}; this system trains "
-                f"FLUX-type models, whose {part} is a {expected.__name__}"
-            )
+        raise ModelFolderError(f"model.path {config.model.path!r}: no such folder ({folder})")
+    family = open_family(folder)
+    for part in family.parts:
         for file in sorted((folder / part).glob("*.safetensors")):
-            _check_whole(file)
-    packed_channels(folder)
+            # Reads the header alone, and compares it with the file's length.
+            with open_weights(file):
+                pass
+    latents_of(config, family)
     return folder
-
-
-def packed_channels(folder: Path) -> int:
-    """Channels of a token: the 2 x 2 latents of the VAE that the transformer takes and predicts.
-
-    Raises:
-        ModelFolderError: they differ.
-    """
-    network_file, vae_file = (folder / part / "config.json" for part in ("transformer", "vae"))
-    network, vae = _read_json(network_file), _read_json(vae_file)
-    # What a file leaves out has diffusers' default.
-    taken, latent = network.get("in_channels", 64), vae.get("latent_channels", 4)
-    predicted = taken if network.get("out_channels") is None else network["out_channels"]
-    if not taken == predicted == 4 * latent:
-        raise ModelFolderError(
-            f"{network_file}: the transformer takes in_channels {taken} and predicts out_channels "
-            f"{predicted}; {vae_file} has latent_channels {latent}, packed 4 x {latent} = "
-            f"{4 * latent}. All three must be equal: a FLUX with further inputs (Fill, Control) "
-            "or another model's VAE cannot be trained here"
-        )
-    return 4 * latent
 
 
 def load_part(
@@ -109,10 +53,11 @@ def load_part(
     Raises:
         ModelFolderError: weights are missing, cut short, unexpected, or of other shapes.
     """
-    folder = resolve_path(model.path) / part
-    cls = PARTS[part]
+    family = open_family(resolve_path(model.path))
     if model.random_weights and part in ("transformer", "vae"):
-        return _random_network(cls, _read_json(folder / "config.json"), dtype, device)
+        return _random_network(on_meta(family, part), dtype, device)
+    folder = resolve_path(model.path) / part
+    cls = _class_of(family, part)
     is_network = not part.startswith("tokenizer")
     # Without use_safetensors the libraries would fall back to pickled weights.
     options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
@@ -134,12 +79,19 @@ def load_part(
     return network.eval().requires_grad_(False).to(device)
 
 
-def _random_network(
-    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str
-) -> Any:
-    """Small random numbers in every layer, the same ones in every role on the same kind of card."""
+def on_meta(family: Family, part: str) -> Any:
+    """``transformer`` or ``vae`` by its configuration, without weights."""
     with torch.device("meta"):
-        network = cls.from_config(config)
+        return _class_of(family, part).from_config(family.configs[part])
+
+
+def _class_of(family: Family, part: str) -> Any:
+    library = diffusers if part in ("transformer", "vae") else transformers
+    return getattr(library, family.parts[part])
+
+
+def _random_network(network: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """Small random numbers in every layer, the same ones in every role on the same kind of card."""
     network = network.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -172,16 +124,3 @@ def _check_tensors(folder: Path, model: str, info: dict[str, Any]) -> None:
             f"{folder}: the weight files hold {len(unused)} tensors that {model} with this "
             f"config.json has no place for, first {', '.join(unused[:3])}"
         )
-
-
-def _check_whole(file: Path) -> None:
-    try:
-        # Reads the header alone, and compares it with the file's length.
-        with safe_open(file, framework="pt"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise ModelFolderError(f"{file}: cut short or no safetensors file: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path, ModelFolderError)

@@ -1,25 +1,17 @@
 """What of the transformer is trained: LoRA adapters through peft, all weights, or some."""
 
+from typing import Any
+
 import torch
-from diffusers import FluxTransformer2DModel
 from peft import LoraConfig
 
 from g2rpo_ray.config import LoraSection
-from g2rpo_ray.models.loading import ModelFolderError
+from g2rpo_ray.models.family import Family, ModelFolderError
 
 ADAPTER = "default"
 
-FLUX_TARGETS = [
-    # Double blocks: both streams' attention and feed-forward.
-    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-    "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
-    # Single blocks: attention as above, and the joint feed-forward.
-    "proj_mlp", "single_transformer_blocks.*.proj_out",
-]  # fmt: skip
 
-
-def add_lora(transformer: FluxTransformer2DModel, lora: LoraSection, seed: int) -> None:
+def add_lora(transformer: Any, lora: LoraSection, family: Family, seed: int) -> None:
     """Inject trainable adapters; everything else is frozen.
 
     A adapters start random (from ``seed``), B adapters at zero: the model is unchanged at first.
@@ -27,7 +19,7 @@ def add_lora(transformer: FluxTransformer2DModel, lora: LoraSection, seed: int) 
     Raises:
         ModelFolderError: a target matches no module.
     """
-    targets = lora.target_modules or FLUX_TARGETS
+    targets = lora.target_modules or family.lora_targets
     matched: set[str] = set()
     linear = [n for n, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]
     for target in targets:
@@ -48,7 +40,7 @@ def add_lora(transformer: FluxTransformer2DModel, lora: LoraSection, seed: int) 
         parameter.requires_grad_("lora_" in name)
 
 
-def choose_trained(transformer: FluxTransformer2DModel, modules: list[str] | None) -> None:
+def choose_trained(transformer: torch.nn.Module, modules: list[str] | None) -> None:
     """Train all weights, or those of some parts of the transformer.
 
     Args:

@@ -3,18 +3,20 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import FluxPipeline, FluxTransformer2DModel
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from g2rpo_ray.config import LoraSection
-from g2rpo_ray.models.loading import ModelFolderError
+from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.lora import ADAPTER
 
 TRANSFORMER_FILES = "diffusion_pytorch_model*.safetensors"
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
+PREFIX = "transformer."
+"""Of an adapter's tensors, in diffusers' format."""
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
@@ -35,9 +37,7 @@ def adapter_tensors(weights: Mapping[str, Tensor], lora: LoraSection) -> dict[st
 
 
 @torch.no_grad()
-def merge_adapters(
-    transformer: FluxTransformer2DModel, weights: Mapping[str, Tensor], lora: LoraSection
-) -> None:
+def merge_adapters(transformer: Any, weights: Mapping[str, Tensor], lora: LoraSection) -> None:
     """Add ``alpha / rank * B A`` to the weights of a plain transformer; the sum is float32."""
     for name in weights:
         if not name.endswith(_A):
@@ -48,9 +48,7 @@ def merge_adapters(
         layer.copy_(layer.float() + (lora.alpha / lora.rank * delta).to(layer.device))
 
 
-def save_transformer(
-    transformer: FluxTransformer2DModel, folder: Path, max_shard_size: str
-) -> None:
+def save_transformer(transformer: Any, folder: Path, max_shard_size: str) -> None:
     """Write ``config.json`` and the weights, in shards if they are larger than one may be.
 
     Raises:
@@ -60,16 +58,16 @@ def save_transformer(
     _compare(folder, transformer.state_dict(), _read_files(transformer_files(folder)))
 
 
-def save_adapter(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write an adapter as ``FluxPipeline.load_lora_weights`` takes it.
+def save_adapter(tensors: Mapping[str, Tensor], family: Family, folder: Path) -> None:
+    """Write an adapter as the pipeline's ``load_lora_weights`` takes it.
 
     Raises:
         ModelFolderError: what diffusers reads back differs.
     """
-    FluxPipeline.save_lora_weights(folder, transformer_lora_layers=dict(tensors))
-    read = FluxPipeline.lora_state_dict(folder, weight_name=ADAPTER_FILE, local_files_only=True)
-    prefix = f"{FluxPipeline.transformer_name}."
-    _compare(folder, tensors, ((name.removeprefix(prefix), t) for name, t in read.items()))
+    pipeline = family.pipeline_class
+    pipeline.save_lora_weights(folder, transformer_lora_layers=dict(tensors))
+    read = pipeline.lora_state_dict(folder, weight_name=ADAPTER_FILE, local_files_only=True)
+    _compare(folder, tensors, ((name.removeprefix(PREFIX), t) for name, t in read.items()))
 
 
 def transformer_files(path: Path) -> list[Path]:
@@ -94,7 +92,7 @@ def transformer_files(path: Path) -> list[Path]:
 
 
 @torch.no_grad()
-def load_transformer_weights(transformer: FluxTransformer2DModel, path: Path) -> None:
+def load_transformer_weights(transformer: Any, path: Path) -> None:
     """Fill a transformer from weight files, as diffusers or the published G2RPO weights have them.
 
     Raises:
@@ -117,7 +115,7 @@ def load_transformer_weights(transformer: FluxTransformer2DModel, path: Path) ->
         places[name].copy_(tensor)
 
 
-def load_adapter(transformer: FluxTransformer2DModel, path: Path) -> None:
+def load_adapter(transformer: Any, path: Path) -> None:
     """Inject an adapter that ``save_adapter``, or another program in diffusers' format, wrote.
 
     Raises:
@@ -125,9 +123,8 @@ def load_adapter(transformer: FluxTransformer2DModel, path: Path) -> None:
     """
     file = path / ADAPTER_FILE if path.is_dir() else path
     names = {name for name, _ in _shapes(file)}
-    prefix = f"{FluxPipeline.transformer_name}."
     modules = {
-        name.removeprefix(prefix).partition(".lora_")[0] for name in names if ".lora_" in name
+        name.removeprefix(PREFIX).partition(".lora_")[0] for name in names if ".lora_" in name
     }
     known = {name for name, _ in transformer.named_modules()}
     unknown = sorted(modules - known)
@@ -137,12 +134,12 @@ def load_adapter(transformer: FluxTransformer2DModel, path: Path) -> None:
             f"transformer{', first ' + unknown[0] if unknown else ''}; it belongs to another model"
         )
     # diffusers passes over what has another name, and leaves a missing half as it is: random.
-    wanted = {f"{prefix}{module}.lora_{half}.weight" for module in modules for half in "AB"}
+    wanted = {f"{PREFIX}{module}.lora_{half}.weight" for module in modules for half in "AB"}
     if wrong := sorted(names ^ wanted):
         raise ModelFolderError(
             f"{file}: {len(wrong)} tensors are missing or would not be used, first "
             f"{', '.join(wrong[:3])}; an adapter in diffusers' format has "
-            f"{prefix}<module>.lora_A.weight and lora_B.weight of every module, and nothing else"
+            f"{PREFIX}<module>.lora_A.weight and lora_B.weight of every module, and nothing else"
         )
     try:
         transformer.load_lora_adapter(str(file.parent), weight_name=file.name, use_safetensors=True)
@@ -166,13 +163,13 @@ def _compare(
 
 def _read_files(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     for file in files:
-        with _open(file) as reader:
+        with open_weights(file) as reader:
             for name in reader.keys():  # noqa: SIM118  (no mapping)
                 yield name, reader.get_tensor(name)
 
 
 def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
-    with _open(file) as reader:
+    with open_weights(file) as reader:
         slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
         for name, part in slices.items():
             if not part.get_dtype().startswith(("F", "BF")):
@@ -183,7 +180,11 @@ def _shapes(file: Path) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, tuple(part.get_shape())) for name, part in slices.items()]
 
 
-def _open(file: Path) -> safe_open:
+def open_weights(file: Path) -> safe_open:
+    """
+    Raises:
+        ModelFolderError: the file is missing, cut short or no safetensors file.
+    """
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:

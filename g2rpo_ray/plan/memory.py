@@ -64,7 +64,7 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsG
     evaluation = _activations_gib(costs, "evaluation", config.rollout.planned_batch_size)
     decode = _activations_gib(costs, "decode", config.rollout.decode_batch_size)
     reference = costs.reference
-    evaluation *= size.tokens * size.width / (reference.tokens * reference.width)
+    evaluation *= size.passes * size.tokens * size.width / (reference.tokens * reference.width)
     decode *= size.pixels / reference.pixels
     return _with_reserve(
         costs,
@@ -94,7 +94,7 @@ def learner_memory(
     reference = costs.reference
     measured = _measured_alike(costs, config.model.gradient_checkpointing)
     activations = _activations_gib(costs, measured, rows)
-    activations *= size.tokens * size.width * size.blocks
+    activations *= size.passes * size.tokens * size.width * size.blocks
     activations /= reference.tokens * reference.width * reference.blocks
     # Activations are gone when the optimizer steps: the larger of the two counts.
     working = max(activations, on_card * STEP_BYTES / GIB)

@@ -9,50 +9,19 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel
 from torch.utils.flop_counter import FlopCounterMode
 
-from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import Config, LoraSection, ModelSection
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import VAE_FACTOR, FluxPolicy, LatentShape
-from g2rpo_ray.models.loading import ModelFolderError
+from g2rpo_ray.config import Config, LoraSection
+from g2rpo_ray.models.families import FAMILIES, latents_of, open_family
+from g2rpo_ray.models.family import Family, ModelFolderError
+from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.loading import on_meta
 from g2rpo_ray.models.lora import add_lora, choose_trained
-
-FLUX1_DEV_TRANSFORMER: dict[str, Any] = {
-    "attention_head_dim": 128,
-    "axes_dims_rope": [16, 56, 56],
-    "guidance_embeds": True,
-    "in_channels": 64,
-    "joint_attention_dim": 4096,
-    "num_attention_heads": 24,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "patch_size": 1,
-    "pooled_projection_dim": 768,
-}
-"""``transformer/config.json`` as published with FLUX.1-dev."""
-
-FLUX1_DEV_VAE: dict[str, Any] = {
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "in_channels": 3,
-    "latent_channels": 16,
-    "layers_per_block": 2,
-    "norm_num_groups": 32,
-    "out_channels": 3,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "use_post_quant_conv": False,
-    "use_quant_conv": False,
-}
-"""``vae/config.json`` as published with FLUX.1-dev."""
+from g2rpo_ray.models.policy import Policy
 
 TERA = 1e12
 
@@ -73,7 +42,7 @@ class Operations:
 
 @dataclass(frozen=True)
 class PolicySize:
-    """A FLUX transformer with its VAE, at one picture size and text length."""
+    """A transformer with its VAE, at one picture size and text length."""
 
     source: str
     """Where the architecture was read, in words."""
@@ -86,12 +55,14 @@ class PolicySize:
     width: int
     """Channels of the transformer's hidden states."""
     blocks: int
-    """Double and single blocks."""
+    """Blocks of the transformer."""
     tokens: int
     """Image and text tokens of one sample."""
+    passes: int
+    """Of the network, in one evaluation."""
     pixels: int
     evaluation: Operations
-    """Adapters included."""
+    """All passes, adapters included."""
     decode: Operations
 
     @property
@@ -115,57 +86,76 @@ def policy_size(config: Config) -> PolicySize:
         ModelFolderError: the folder is there and its configuration cannot be used, or
             ``trained_modules`` or ``lora.target_modules`` names nothing in it.
     """
-    transformer, vae, source = _architecture(config.model)
-    lora, modules, sampling = config.model.lora, config.model.trained_modules, config.sampling
+    family, source = planned_family(config.model.path)
+    lora, modules = config.model.lora, config.model.trained_modules
     try:
         return _count_policy(
             source,
-            json.dumps(transformer),
-            json.dumps(vae),
+            type(family),
+            json.dumps(family.configs),
             lora.model_dump_json() if lora else None,
             tuple(modules) if modules is not None else None,
-            (sampling.height, sampling.width),
+            latents_of(config, family),
+            (config.sampling.height, config.sampling.width),
             config.prompts.max_sequence_length,
+            config.sampling.guidance,
         )
     except (TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
         raise ModelFolderError(
-            f"{source}: not the configuration of a FLUX model: {error}"
+            f"{source}: not the configuration of a model of {family.pipeline}: {error}"
         ) from error
+
+
+def planned_family(path: str) -> tuple[Family, str]:
+    """The family of ``model.path`` and, in words, where its architecture was read.
+
+    While the folder is not there, that of the published model of its name, or of the first one.
+    """
+    folder = resolve_path(path)
+    if folder.is_dir():
+        return open_family(folder), path
+    known = {name: family for family in FAMILIES for name in family.published}
+    name = folder.name if folder.name in known else next(iter(known))
+    family = known[name](known[name].published[name].configs)
+    return family, f"{name}'s published architecture ({path} is not there yet)"
 
 
 @lru_cache
 def _count_policy(
     source: str,
-    transformer_json: str,
-    vae_json: str,
+    cls: type[Family],
+    configs_json: str,
     lora_json: str | None,
     trained_modules: tuple[str, ...] | None,
+    latents: LatentShape,
     picture: tuple[int, int],
     text_tokens: int,
+    guidance: float,
 ) -> PolicySize:
     """Build and count; by JSON, so that equal questions are answered once."""
-    transformer = transformer_on_meta(json.loads(transformer_json))
-    vae = vae_on_meta(json.loads(vae_json))
+    family = cls(json.loads(configs_json))
+    transformer, vae = on_meta(family, "transformer"), on_meta(family, "vae")
     parameters = count_parameters(transformer)
-    shape = LatentShape.of_picture(*picture, transformer.config.in_channels)
     if lora_json is None:
         choose_trained(transformer, list(trained_modules) if trained_modules else None)
     else:
         with torch.device("meta"):
-            add_lora(transformer, LoraSection.model_validate_json(lora_json), seed=0)
+            add_lora(transformer, LoraSection.model_validate_json(lora_json), family, seed=0)
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    policy = Policy(family, transformer, latents, guidance)
     return PolicySize(
         source=source,
         parameters=parameters,
         trained_parameters=trained,
         frozen_parameters=count_parameters(transformer) - trained,
         vae_parameters=count_parameters(vae),
-        width=transformer.inner_dim,
-        blocks=transformer.config.num_layers + transformer.config.num_single_layers,
-        tokens=shape.packed[0] + text_tokens,
+        width=family.width(transformer),
+        blocks=len(policy.blocks()),
+        tokens=family.tokens(latents, text_tokens),
+        passes=family.passes(guidance),
         pixels=picture[0] * picture[1],
-        evaluation=evaluation_operations(transformer, shape, text_tokens),
-        decode=decode_operations(vae, *picture),
+        evaluation=evaluation_operations(policy, text_tokens),
+        decode=decode_operations(family, vae, latents),
     )
 
 
@@ -196,37 +186,18 @@ def scorer_size(architecture: str) -> ScorerSize:
     )
 
 
-def transformer_on_meta(config: dict[str, Any]) -> FluxTransformer2DModel:
-    """The transformer of a ``config.json``, without weights."""
-    with torch.device("meta"):
-        return FluxTransformer2DModel.from_config(config)
-
-
-def vae_on_meta(config: dict[str, Any]) -> AutoencoderKL:
-    """The VAE of a ``config.json``, without weights."""
-    with torch.device("meta"):
-        return AutoencoderKL.from_config(config)
-
-
-def evaluation_operations(
-    transformer: FluxTransformer2DModel, shape: LatentShape, text_tokens: int
-) -> Operations:
+def evaluation_operations(policy: Policy, text_tokens: int) -> Operations:
     """Of one velocity prediction. Modulation is applied once a sample, not once a token."""
-    policy, config = FluxPolicy(transformer, shape, guidance=1.0), transformer.config
-    embeds = PromptEmbeds(
-        torch.empty(text_tokens, config.joint_attention_dim, device="meta"),
-        torch.empty(config.pooled_projection_dim, device="meta"),
-    )
-    latents = torch.empty(1, *shape.packed, device="meta")
-    return count_operations(lambda: policy(latents, torch.empty(1, device="meta"), embeds))
+    embeds = policy.family.blank(policy.transformer, text_tokens, torch.float32, "meta")
+    latents = torch.empty(1, *policy.shape.packed, device="meta")
+    sigma = torch.empty(1, device="meta")
+    return count_operations(lambda: policy(latents, sigma, embeds))
 
 
-def decode_operations(vae: AutoencoderKL, height: int, width: int) -> Operations:
+def decode_operations(family: Family, vae: Any, latents: LatentShape) -> Operations:
     """Of one decoded picture."""
-    latents = torch.empty(
-        1, vae.config.latent_channels, height // VAE_FACTOR, width // VAE_FACTOR, device="meta"
-    )
-    return count_operations(lambda: vae.decode(latents, return_dict=False))
+    x = torch.empty(1, *latents.packed, device="meta")
+    return count_operations(lambda: family.decode(vae, x, latents))
 
 
 def count_operations(run: Callable[[], object]) -> Operations:
@@ -241,18 +212,3 @@ def count_operations(run: Callable[[], object]) -> Operations:
 
 def count_parameters(network: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
-
-
-def _architecture(model: ModelSection) -> tuple[dict[str, Any], dict[str, Any], str]:
-    folder = resolve_path(model.path)
-    if not folder.is_dir():
-        source = f"FLUX.1-dev's published architecture ({model.path} is not there yet)"
-        return FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE, source
-    transformer, vae = (
-        _read_part(folder / part / "config.json") for part in ("transformer", "vae")
-    )
-    return transformer, vae, model.path
-
-
-def _read_part(path: Path) -> dict[str, Any]:
-    return read_json_object(path, ModelFolderError)

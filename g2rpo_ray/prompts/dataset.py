@@ -9,7 +9,7 @@ import torch
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.noise import seed_of
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.prompts.embeddings import Embeddings
 from g2rpo_ray.prompts.sources import MANIFEST, PromptFileError, read_prompts
 
@@ -23,7 +23,7 @@ class Prompt:
     prompt_id: int
     """Place in the prompt file's list, from 0."""
     text: str
-    embeds: PromptEmbeds
+    embeds: Conditioning
 
 
 def read_config_prompts(config: Config, path: str) -> list[str]:

@@ -1,12 +1,13 @@
 """A folder of prompt embeddings: its format, its checks, and reading one prompt from it.
 
-``<folder>/``: ``shard_00000.safetensors`` ... with ``t5 [n, tokens, dim]`` and ``pooled [n, dim]``;
-``prompts.parquet`` with each prompt's text, shard, row and checksum; ``manifest.json``, written
-last.
+``<folder>/``: ``shard_00000.safetensors`` ... with the tensors that the model's family names, each
+``[n, ...]``; ``prompts.parquet`` with each prompt's text, shard, row and checksum;
+``manifest.json``, written last.
 """
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,19 @@ import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from g2rpo_ray.common.files import sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.fingerprint import folder_fingerprint
 from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, PromptFileError
 
 FORMAT = "g2rpo embeddings 1"
-ENCODER_PARTS = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+LENGTH = ".length"
+"""Ends the name of the int64 ``[n]`` with the true lengths of a tensor that some prompts pad."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,28 @@ class Manifest:
 def encoder_fingerprint(model: ModelSection) -> dict[str, str]:
     """Of each part of the text encoders."""
     folder = resolve_path(model.path)
-    return {part: folder_fingerprint(folder / part) for part in ENCODER_PARTS}
+    parts = open_family(folder).encoder_parts
+    return {part: folder_fingerprint(folder / part) for part in parts}
 
 
-def prompt_checksum(t5: Tensor, pooled: Tensor) -> str:
+def prompt_checksum(embeds: Conditioning) -> str:
     """Of one prompt's embeddings: 16 hexadecimal digits of SHA-256."""
     digest = hashlib.sha256()
-    for tensor in (t5, pooled):
+    # Sequences first: the order of folders that were written before tensors had names.
+    for _, tensor in sorted(embeds.tensors.items(), key=lambda item: (-item[1].ndim, item[0])):
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def stacked(prompts: Sequence[Conditioning]) -> dict[str, Tensor]:
+    """A shard's tensors ``[n, ...]``; texts of several lengths end in zeros, see ``LENGTH``."""
+    shard = {}
+    for name in prompts[0].tensors:
+        tensors = [prompt[name] for prompt in prompts]
+        shard[name] = pad_sequence(tensors, batch_first=True)
+        if len({tensor.shape for tensor in tensors}) > 1:
+            shard[name + LENGTH] = torch.tensor([len(tensor) for tensor in tensors])
+    return shard
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -134,7 +151,7 @@ class Embeddings:
     def __contains__(self, text: str) -> bool:
         return text in self._places
 
-    def embeds(self, text: str) -> PromptEmbeds:
+    def embeds(self, text: str) -> Conditioning:
         """Embeddings of one prompt, compared with their checksum.
 
         Raises:
@@ -144,15 +161,22 @@ class Embeddings:
         path = self.folder / self.manifest.files[shard].file
         try:
             with safe_open(path, framework="pt") as file:
-                t5, pooled = (file.get_slice(name)[row] for name in ("t5", "pooled"))
+                row_of = {name: file.get_slice(name)[row] for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, IndexError) as error:
             raise PromptFileError(f"{path}: damaged shard: {error}; {_AGAIN}") from error
-        if prompt_checksum(t5, pooled) != checksum:
+        embeds = Conditioning(
+            {
+                name: tensor[: row_of.get(name + LENGTH)]
+                for name, tensor in row_of.items()
+                if not name.endswith(LENGTH)
+            }
+        )
+        if prompt_checksum(embeds) != checksum:
             raise PromptFileError(
                 f"{path}, row {row}: damaged shard: the checksum of prompt {text!r:.60} differs; "
                 f"{_AGAIN}"
             )
-        return PromptEmbeds(t5=t5, pooled=pooled)
+        return embeds
 
 
 _AGAIN = "remove the folder and run g2rpo embed again"

@@ -6,7 +6,7 @@ import torch
 
 from g2rpo_ray.common.device import role_device
 from g2rpo_ray.config import Config
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, open_embeddings
 
@@ -26,7 +26,7 @@ class PromptEncoder:
     def encode(self, prompt_id: int, text: str) -> Prompt:
         return Prompt(prompt_id, text, self._encode(text))
 
-    def _embeds(self, text: str) -> PromptEmbeds:
+    def _embeds(self, text: str) -> Conditioning:
         for embeddings in self._embedded:
             if text in embeddings:
                 return embeddings.embeds(text)

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from g2rpo_ray.common.device import role_device
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.text import TextEncoder
-from g2rpo_ray.prompts.embeddings import prompt_checksum
+from g2rpo_ray.prompts.embeddings import prompt_checksum, stacked
 
 
 class ShardEncoder:
@@ -30,11 +30,9 @@ class ShardEncoder:
         """
         started_s = time.perf_counter()
         embeds = [self._encoder.encode(str(text)) for text in row["texts"]]
-        t5 = torch.stack([e.t5 for e in embeds])
-        pooled = torch.stack([e.pooled for e in embeds])
         path = self._folder / f"shard_{row['shard']:05d}.safetensors"
         temporary = path.with_name(f".{path.name}.writing")
-        content = save({"t5": t5, "pooled": pooled})
+        content = save(stacked(embeds))
         temporary.write_bytes(content)
         temporary.rename(path)
         return {
@@ -43,6 +41,6 @@ class ShardEncoder:
             "prompts": len(embeds),
             "bytes": len(content),
             "sha256": hashlib.sha256(content).hexdigest(),
-            "checksums": [prompt_checksum(e.t5, e.pooled) for e in embeds],
+            "checksums": [prompt_checksum(e) for e in embeds],
             "seconds": time.perf_counter() - started_s,
         }

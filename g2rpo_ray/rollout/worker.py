@@ -15,7 +15,7 @@ from g2rpo_ray.common.device import keep_to_share, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.weights import (
     WeightReceipt,
     layout_of,
@@ -279,7 +279,7 @@ class RolloutWorker:
             lambda: self.scoring.submit(prompt.prompt_id, prompt.text, copied.wait(), names)
         )
 
-    def _embeds(self, prompt: Prompt) -> PromptEmbeds:
+    def _embeds(self, prompt: Prompt) -> Conditioning:
         return prompt.embeds.to(self.device)
 
     def _summary(self, group: RolloutGroup, scored: _Scored) -> RolloutSummary:

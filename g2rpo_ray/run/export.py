@@ -13,11 +13,13 @@ from huggingface_hub import ModelCard, ModelCardData
 from g2rpo_ray import __version__
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.formatting import format_score
+from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, read_weights
 from g2rpo_ray.models.catalogue import CATALOGUE
-from g2rpo_ray.models.flux import load_policy
-from g2rpo_ray.models.loading import DTYPES, check_model_folder, load_part
+from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.loading import DTYPES, check_model, load_part
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.saving import (
     ADAPTER_FILE,
     adapter_tensors,
@@ -67,7 +69,7 @@ def export(config: Config, options: ExportOptions, folder: Path) -> Form:
         RunFolderError: its weights are of another kind or base model than the configuration's.
         ModelFolderError: what was read back differs from what was written.
     """
-    check_model_folder(config.model)
+    check_model(config)
     form = _form(config, options)
     target = folder.expanduser().absolute()
     if target.exists():
@@ -116,7 +118,8 @@ def _write_adapter(config: Config, options: ExportOptions, checkpoint: Path, fol
     assert config.model.lora is not None
     dtype = DTYPES[config.model.dtype]
     tensors = adapter_tensors(read_weights(checkpoint, options.average), config.model.lora)
-    save_adapter({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder)
+    family = open_family(resolve_path(config.model.path))
+    save_adapter({name: tensor.to(dtype) for name, tensor in tensors.items()}, family, folder)
 
 
 def _write_transformer(
@@ -137,11 +140,16 @@ def model_card(config: Config, info: CheckpointInfo, form: Form) -> ModelCard:
     """What it is, how to load it, how it was made, and what it scored; the hub reads its head."""
     rewards = [f"{n} (weight {r.weight:g})" for n, r in config.trained_rewards.items()]
     recipe = config.model_dump(mode="json", exclude_defaults=True)
+    family = open_family(resolve_path(config.model.path))
+    arguments = family.pipeline_arguments(config.sampling.guidance)
     return ModelCard.from_template(
         _card_data(config, form),
         template_path=str(TEMPLATE),
         name=Path(config.run_dir).name,
         config=config,
+        pipeline=family.pipeline,
+        transformer=family.parts["transformer"],
+        guidance=", ".join(f"{name}={value!r}" for name, value in arguments.items()),
         info=info,
         form=form,
         modules=info.trained.partition("full, of ")[2],

@@ -11,8 +11,8 @@ from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, read_info, read_weights
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
 from g2rpo_ray.models.fingerprint import base_fingerprint
-from g2rpo_ray.models.flux import FluxPolicy, load_policy
 from g2rpo_ray.models.loading import DTYPES, load_part
+from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.saving import ADAPTER_FILE, load_adapter, load_transformer_weights
 from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.run.paths import RunFolderError, run_folder
@@ -90,7 +90,7 @@ def checkpoint_named(config: Config, name: str) -> Path:
 class Source:
     """A policy with the weights that were asked for, on the CPU."""
 
-    policy: FluxPolicy
+    policy: Policy
     back_to_base: Callable[[], None]
     """Give it the weights of ``model.path`` again, wherever it is by then."""
 
@@ -124,7 +124,7 @@ def load_source(config: Config, checkpoint: str, average: bool = False) -> Sourc
     return Source(policy, _reload(policy, config))
 
 
-def _reload(policy: FluxPolicy, config: Config) -> Callable[[], None]:
+def _reload(policy: Policy, config: Config) -> Callable[[], None]:
     def back_to_base() -> None:
         base = load_part(config.model, "transformer", DTYPES[config.model.dtype])
         policy.transformer.load_state_dict(base.state_dict())

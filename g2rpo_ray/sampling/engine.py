@@ -9,10 +9,9 @@ from torch import Tensor
 
 from g2rpo_ray.config import Config, SamplingSection
 from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES
-from g2rpo_ray.maths.schedule import dynamic_shift_schedule, static_shift_schedule
+from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.models.batches import BatchSize, largest_batch, name_memory
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import LatentShape, load_policy
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.fp8 import Float8Twin, check_float8
 from g2rpo_ray.models.kernels import (
     COMPILE_ERRORS,
@@ -22,15 +21,16 @@ from g2rpo_ray.models.kernels import (
     undo_compilation,
 )
 from g2rpo_ray.models.loading import DTYPES, load_part
+from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.sampler import Sampler
 
 
-def schedule_of(sampling: SamplingSection, steps: int, shape: LatentShape) -> torch.Tensor:
+def schedule_of(sampling: SamplingSection, steps: int, policy: Policy) -> Tensor:
     """The configured schedule ``[steps + 1]``, computed in float32 as diffusers does."""
     if sampling.schedule == "dynamic":
-        return dynamic_shift_schedule(steps, shape.packed[0], dtype=torch.float32)
+        return policy.family.schedule(steps, policy.shape)
     return static_shift_schedule(steps, sampling.shift, torch.float32)
 
 
@@ -60,12 +60,14 @@ class RolloutEngine:
             self._twin = Float8Twin(self.policy) if settings.fp8 else None
         compiled = on_gpu if settings.compile is None else settings.compile
         self.decoder = PictureDecoder(
+            self.policy.family,
             vae,
             self.policy.shape,
             BatchSize(
                 settings.decode_batch_size, "rollout.decode_batch_size", self.warnings.append
             ),
-            tile_above_px=settings.decode_tile_above_px,
+            tiled=max(config.sampling.height, config.sampling.width)
+            > settings.decode_tile_above_px,
             fixed_shapes=compiled,
         )
         # Only now is everything on the device that a batch has to fit beside.
@@ -95,7 +97,7 @@ class RolloutEngine:
 
     def sampler(self, steps: int) -> Sampler:
         """A sampler on the configured schedule of ``steps``."""
-        sigmas = schedule_of(self.config.sampling, steps, self.policy.shape)
+        sigmas = schedule_of(self.config.sampling, steps, self.policy)
         return Sampler(self.exact, sigmas, self.estimate, self.config.rollout.fp8_above_sigma)
 
     def weights_changed(self) -> None:
@@ -117,11 +119,11 @@ class RolloutEngine:
     def _compile(self) -> bool:
         """Compile and meet every shape once; whether it worked."""
         cache = self.config.rollout.compile_cache
-        networks = [self.policy.transformer]
+        policies = [self.policy]
         if self._twin is not None:
-            networks.append(self._twin.policy.transformer)
-        for network in networks:
-            compile_evaluations(network, Path(cache).expanduser() if cache else None)
+            policies.append(self._twin.policy)
+        for policy in policies:
+            compile_evaluations(policy, Path(cache).expanduser() if cache else None)
         compile_decoder(self.decoder.vae.decoder)
         try:
             self._meet_all_shapes()
@@ -131,7 +133,7 @@ class RolloutEngine:
                 f"torch.compile failed and the rollout goes on without it, slower ({reason}); "
                 "rollout.compile=false silences this"
             )
-            for network in (*networks, self.decoder.vae.decoder):
+            for network in (*policies, self.decoder.vae.decoder):
                 undo_compilation(network)
             self._meet_all_shapes()
             return False
@@ -150,13 +152,14 @@ class RolloutEngine:
 
     @torch.no_grad()
     def _evaluate(
-        self, evaluate: Callable[[Tensor, Tensor, PromptEmbeds], Tensor], rows: int
+        self, evaluate: Callable[[Tensor, Tensor, Conditioning], Tensor], rows: int
     ) -> Tensor:
-        dims, dtype = self.policy.transformer.config, DTYPES[self.config.model.dtype]
-        tokens, device = self.config.prompts.max_sequence_length, self.policy.transformer.device
-        embeds = PromptEmbeds(
-            torch.zeros(tokens, dims.joint_attention_dim, dtype=dtype, device=device),
-            torch.zeros(dims.pooled_projection_dim, dtype=dtype, device=device),
+        policy, device = self.policy, self.policy.transformer.device
+        embeds = policy.family.blank(
+            policy.transformer,
+            self.config.prompts.max_sequence_length,
+            DTYPES[self.config.model.dtype],
+            device,
         )
-        latents = torch.zeros(rows, *self.policy.shape.packed, device=device)
+        latents = torch.zeros(rows, *policy.shape.packed, device=device)
         return evaluate(latents, torch.full((rows,), 0.5, device=device), embeds)

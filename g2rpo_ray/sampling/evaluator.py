@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.batches import BatchSize
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.policy import Policy
 
 
 class Evaluator:
     """One policy, asked for any number of velocities of one prompt, in batches that fit."""
 
     def __init__(
-        self, policy: FluxPolicy, batch: BatchSize | int, *, fixed_shapes: bool = False
+        self, policy: Policy, batch: BatchSize | int, *, fixed_shapes: bool = False
     ) -> None:
         """
         Args:
@@ -32,7 +32,7 @@ class Evaluator:
         return self._batch.rows
 
     @torch.no_grad()
-    def __call__(self, x: Tensor, sigma: Tensor, embeds: PromptEmbeds) -> Tensor:
+    def __call__(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         """Velocities, float32 ``[B, tokens, channels]``, of float32 latents at sigma ``[B]``.
 
         Raises:
@@ -41,7 +41,7 @@ class Evaluator:
         self.evaluations += len(x)
         return self._batch.run(len(x), lambda rows: self._pass(x[rows], sigma[rows], embeds))
 
-    def _pass(self, x: Tensor, sigma: Tensor, embeds: PromptEmbeds) -> Tensor:
+    def _pass(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         rows, missing = len(x), self.batch_size - len(x)
         if not self._fixed_shapes or rows == 1 or missing == 0:
             return self.policy(x, sigma, embeds)

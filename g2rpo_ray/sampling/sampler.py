@@ -16,8 +16,8 @@ from torch import Tensor
 from g2rpo_ray.maths.dpm_solver import dpm_solver_step
 from g2rpo_ray.maths.granularity import PlanNode, branch_plan
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import LatentShape
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.sampling.evaluator import Evaluator
 
 
@@ -100,7 +100,7 @@ class Sampler:
 
     @torch.no_grad()
     def trajectory(
-        self, start: Tensor, embeds: PromptEmbeds, first: int = 0, last: int | None = None
+        self, start: Tensor, embeds: Conditioning, first: int = 0, last: int | None = None
     ) -> Trajectory:
         """Walk the schedule, or a part of it, by ODE.
 
@@ -123,7 +123,7 @@ class Sampler:
         indices: Sequence[int],
         injected: Mapping[int, InjectedStep],
         kept: Collection[int],
-        embeds: PromptEmbeds,
+        embeds: Conditioning,
         second_order_from: int | None = None,
     ) -> MemberWalks:
         """Walk every member along the schedule, stochastic where noise is injected, else by ODE.
@@ -164,7 +164,7 @@ class Sampler:
         branches: Tensor,
         step_indices: Sequence[int],
         granularities: Sequence[int],
-        embeds: PromptEmbeds,
+        embeds: Conditioning,
         thin: bool = False,
     ) -> Iterator[tuple[int, Tensor]]:
         """Finish every branch by ODE on every granularity, sharing common prefixes.
@@ -231,7 +231,7 @@ class Sampler:
         heapq.heappush(queue, _Pending(priority, node, position, member, x, previous))
 
     def _velocity(
-        self, evaluate: Evaluator, x: Tensor, indices: list[int], embeds: PromptEmbeds
+        self, evaluate: Evaluator, x: Tensor, indices: list[int], embeds: Conditioning
     ) -> Tensor:
         return evaluate(x, self.sigmas[indices].to(x.device, torch.float32), embeds)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import AutoConfig
 
 from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import Demand, living_nodes, shortage
@@ -24,7 +23,8 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import check_gpus
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
-from g2rpo_ray.models.loading import DTYPES, check_model_folder
+from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.loading import DTYPES, check_model, on_meta
 from g2rpo_ray.prompts.embeddings import Manifest, ShardFile, encoder_fingerprint, write_manifest
 from g2rpo_ray.prompts.selection import Selected, Selection, select
 from g2rpo_ray.prompts.shards import ShardEncoder
@@ -72,7 +72,7 @@ def embed(
         PromptFileError, SelectionError: the prompts cannot be used.
         RunError: a worker failed.
     """
-    check_model_folder(config.model)
+    check_model(config)
     # With a length to select by, a longer prompt is left out instead of refused.
     longest = config.prompts.max_characters if selection.max_characters is None else None
     texts = read_prompts(resolve_path(source), longest, config.prompts.key)
@@ -213,11 +213,10 @@ def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _check_disk(config: Config, folder: Path, prompts: int) -> None:
-    model = resolve_path(config.model.path)
-    t5_size = AutoConfig.from_pretrained(model / "text_encoder_2").d_model
-    pooled_size = AutoConfig.from_pretrained(model / "text_encoder").hidden_size
-    numbers = config.prompts.max_sequence_length * t5_size + pooled_size
-    wanted = prompts * numbers * DTYPES[config.model.dtype].itemsize
+    family, dtype = open_family(resolve_path(config.model.path)), DTYPES[config.model.dtype]
+    transformer, length = on_meta(family, "transformer"), config.prompts.max_sequence_length
+    one = family.blank(transformer, length, dtype, "meta")
+    wanted = prompts * sum(tensor.nbytes for tensor in one.tensors.values())
     free = shutil.disk_usage(folder).free
     print(f"{prompts} prompts to embed: {format_size(wanted)}, {format_size(free)} are free")
     if wanted > free:

@@ -10,7 +10,7 @@ from g2rpo_ray.algorithms import Draw, make_strategy
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import compressed_indices
 from g2rpo_ray.maths.sde import euler_step
-from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.sampling.group import GroupKey
 from tests.rollout.tiny import (
     ALGORITHMS,
@@ -28,7 +28,7 @@ SHAPE = (LATENT_SIZE**2, 16)
 class EvaluationCounter:
     """Counts latents at the network itself."""
 
-    def __init__(self, policy: FluxPolicy) -> None:
+    def __init__(self, policy: Policy) -> None:
         self.evaluations = 0
         self.batches: list[int] = []
         policy.transformer.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -38,7 +38,7 @@ class EvaluationCounter:
         self.evaluations += self.batches[-1]
 
 
-def draw(config: Config, policy: FluxPolicy, iteration: int = 0) -> Draw:
+def draw(config: Config, policy: Policy, iteration: int = 0) -> Draw:
     return make_strategy(config).draw(
         tiny_sampler(policy, config), tiny_prompt().embeds, GroupKey(config.seed, 0), iteration
     )

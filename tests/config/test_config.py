@@ -157,8 +157,6 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["sampling.height=72"], ["height is 72", "multiple of 16"]),
-        (["sampling.width=40"], ["width is 40", "multiple of 16"]),
         (["sampling.sde=cps", "sampling.eta=2"], ["eta is 2", "below 2"]),
         (["g2rpo.sde_steps=[0, 5]"], ["g2rpo.sde_steps has 5", "sampling.steps=6", "0 to 4"]),
         (["g2rpo.sde_steps=[-1]"], ["g2rpo.sde_steps has -1", "0 to 4"]),

@@ -7,12 +7,12 @@ import torch
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.sample import SampleOptions, sample
-from g2rpo_ray.models.flux import FluxPolicy, load_policy
+from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.run.weights import SampleError
 from tests.tiny import CAPTIONS, tiny_config
 
 
-def broken_policy(config: Config) -> FluxPolicy:
+def broken_policy(config: Config) -> Policy:
     policy = load_policy(config)
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
+from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.maths.sde import SdeStep
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import LatentShape, load_policy
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.flux1.published import FLUX1_DEV
 from g2rpo_ray.models.kernels import compile_blocks
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.weights import trainable_parameters
-from g2rpo_ray.plan.networks import FLUX1_DEV_TRANSFORMER, FLUX1_DEV_VAE
-from g2rpo_ray.sampling.engine import RolloutEngine, schedule_of
+from g2rpo_ray.sampling.engine import RolloutEngine
 from g2rpo_ray.sampling.group import GroupKey
 from tests.tiny import tiny_config
 
@@ -28,9 +29,9 @@ FEW_BLOCKS = {"num_layers": 2, "num_single_layers": 2}
 def true_size(tmp_path: Path, *overrides: str, **architecture: int) -> Config:
     """The paper's sampling on FLUX.1-dev's architecture, or one with fewer blocks."""
     folder = Path(shutil.copytree(resolve_path("tiny_world:flux"), tmp_path / "flux"))
-    transformer = FLUX1_DEV_TRANSFORMER | architecture
+    transformer = {**FLUX1_DEV.configs["transformer"], **architecture}
     (folder / "transformer" / "config.json").write_text(json.dumps(transformer))
-    (folder / "vae" / "config.json").write_text(json.dumps(FLUX1_DEV_VAE))
+    (folder / "vae" / "config.json").write_text(json.dumps(FLUX1_DEV.configs["vae"]))
     return tiny_config(
         tmp_path / "run",
         f"model.path={folder}",
@@ -47,17 +48,17 @@ def true_size(tmp_path: Path, *overrides: str, **architecture: int) -> Config:
     )
 
 
-def random_embeds() -> PromptEmbeds:
+def random_embeds() -> Conditioning:
     generator = torch.Generator().manual_seed(0)
     t5 = torch.randn(512, 4096, generator=generator)
     pooled = torch.randn(768, generator=generator)
-    return PromptEmbeds(t5.bfloat16(), pooled.bfloat16()).to(CARD)
+    return Conditioning({"t5": t5.bfloat16(), "pooled": pooled.bfloat16()}).to(CARD)
 
 
 def log_probs(config: Config, v: Tensor, other_v: Tensor, k: int) -> Tensor:
     """|log p - other log p| of 12 branches of the anchor's step k."""
     shape = (2025, 64)
-    sigmas = schedule_of(config.sampling, config.sampling.steps, LatentShape(45, 45, 64))
+    sigmas = static_shift_schedule(config.sampling.steps, config.sampling.shift, torch.float32)
     step = SdeStep.at(sigmas, k, config.sampling.sde, config.sampling.eta)
     key = GroupKey(0, 0)
     x = key.initial_noise(shape)[None].to(CARD)
@@ -100,7 +101,7 @@ def test_the_float8_twin_is_near_the_exact_policy(tmp_path: Path) -> None:
 
 def test_a_compiled_learner_has_gradients(tmp_path: Path) -> None:
     policy = load_policy(true_size(tmp_path, "model.lora.rank=4", **FEW_BLOCKS), CARD)
-    compile_blocks(policy.transformer, cache=None)
+    compile_blocks(policy, cache=None)
     x = GroupKey(0, 0).initial_noise((2025, 64))[None].to(CARD)
     policy(x, torch.tensor([0.9], device=CARD), random_embeds()).square().mean().backward()
     gradients = [p.grad for p in trainable_parameters(policy).values()]

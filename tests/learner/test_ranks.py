@@ -20,7 +20,7 @@ from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.learner.worker import Learner
-from g2rpo_ray.models.conditioning import PromptEmbeds
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.weights import WeightMismatchError
 from g2rpo_ray.sampling.group import RolloutGroup
 from tests.tiny import draw_groups, encode, equal_weights, tiny_config
@@ -63,7 +63,7 @@ class Rank(Learner):
 
     def step_with_gradient(self, value: float) -> float:
         """An optimizer step on a gradient that is ``value`` everywhere."""
-        embeds = PromptEmbeds(torch.zeros(10, 64), torch.zeros(64))
+        embeds = Conditioning({"t5": torch.zeros(10, 64), "pooled": torch.zeros(64)})
         latents = torch.zeros(1, *self.engine.policy.shape.packed)
         velocity = self.engine(latents, torch.ones(1), embeds)
         self.engine.backward(velocity.sum() * value, last=True)

@@ -10,8 +10,8 @@ from diffusers import FluxPipeline
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
-from g2rpo_ray.models.flux import FluxPolicy, load_policy
 from g2rpo_ray.models.loading import load_part
+from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.sampling.engine import schedule_of
@@ -41,7 +41,7 @@ def encoder(config: Config) -> TextEncoder:
 
 
 @pytest.fixture(scope="module")
-def policy(config: Config) -> FluxPolicy:
+def policy(config: Config) -> Policy:
     return load_policy(config)
 
 
@@ -53,8 +53,8 @@ def test_embeddings_equal_the_pipelines(
     with torch.inference_mode():
         t5, pooled, _ = pipeline.encode_prompt(text, prompt_2=None, max_sequence_length=length)
     embeds = encoder.encode(text)
-    assert torch.equal(embeds.t5, t5[0])
-    assert torch.equal(embeds.pooled, pooled[0])
+    assert torch.equal(embeds["t5"], t5[0])
+    assert torch.equal(embeds["pooled"], pooled[0])
 
 
 @pytest.mark.parametrize("size", [(64, 64), (32, 96)])
@@ -67,10 +67,10 @@ def test_a_picture_equals_the_pipelines(
     policy = load_policy(sized)
     start = noise.normal(policy.shape.packed, "test", 1)[None]
     embeds = encoder.encode(CAPTIONS[0])
-    sampler = Sampler(Evaluator(policy, 1), schedule_of(sampling, sampling.steps, policy.shape))
+    sampler = Sampler(Evaluator(policy, 1), schedule_of(sampling, sampling.steps, policy))
     vae = load_part(config.model, "vae", torch.float32)
     x0 = sampler.trajectory(start, embeds).x0
-    ours = PictureDecoder(vae, policy.shape, 1).decode(x0)[0].numpy()
+    ours = PictureDecoder(policy.family, vae, policy.shape, 1).decode(x0)[0].numpy()
 
     theirs = pipeline(
         CAPTIONS[0],
@@ -88,17 +88,17 @@ def test_a_picture_equals_the_pipelines(
     assert (difference > 0).mean() < 0.001
 
 
-def test_a_decoded_batch_equals_single_pictures(policy: FluxPolicy, config: Config) -> None:
+def test_a_decoded_batch_equals_single_pictures(policy: Policy, config: Config) -> None:
     vae = load_part(config.model, "vae", torch.float32)
     latents = noise.normal((5, *policy.shape.packed), "test", 2)
-    together = PictureDecoder(vae, policy.shape, 2).decode(latents)
-    alone = PictureDecoder(vae, policy.shape, 1).decode(latents)
+    together = PictureDecoder(policy.family, vae, policy.shape, 2).decode(latents)
+    alone = PictureDecoder(policy.family, vae, policy.shape, 1).decode(latents)
     assert together.dtype == torch.uint8
     assert together.shape == (5, 64, 64, 3)
     assert int((together.int() - alone.int()).abs().max()) <= 1
 
 
-def test_velocities_are_float32(policy: FluxPolicy, encoder: TextEncoder) -> None:
+def test_velocities_are_float32(policy: Policy, encoder: TextEncoder) -> None:
     embeds = encoder.encode("a cat")
     with torch.no_grad():
         velocity = policy(

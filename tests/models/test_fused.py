@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="PyTorch for CPUs alone comes without Triton")
 
-from g2rpo_ray.models.fused import FusedAttnProcessor, gelu
+from g2rpo_ray.models.flux1.fused import FusedAttnProcessor, gelu
 
 ROOT = Path(__file__).parents[2]
 

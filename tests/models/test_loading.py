@@ -8,8 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.config import ModelSection
-from g2rpo_ray.models.flux import load_policy
-from g2rpo_ray.models.loading import PARTS, ModelFolderError, check_model_folder, load_part
+from g2rpo_ray.models.family import ModelFolderError
+from g2rpo_ray.models.flux1.family import Flux1
+from g2rpo_ray.models.loading import check_model, load_part
+from g2rpo_ray.models.policy import load_policy
+from g2rpo_ray.plan.networks import policy_size
 from tests.tiny import copy_flux, tiny_config
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
@@ -26,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 def check_error(folder: Path) -> str:
     with pytest.raises(ModelFolderError) as caught:
-        check_model_folder(ModelSection(path=str(folder)))
+        check_model(tiny_config(folder / "run", f"model.path={folder}"))
     return str(caught.value)
 
 
@@ -38,8 +41,8 @@ def load_error(folder: Path, weight_file: str) -> str:
     return str(caught.value)
 
 
-def test_the_tiny_model_is_complete() -> None:
-    check_model_folder(ModelSection(path="tiny_world:flux"))
+def test_the_tiny_model_is_complete(tmp_path: Path) -> None:
+    check_model(tiny_config(tmp_path, "model.path=tiny_world:flux"))
 
 
 def test_missing_folder_is_named_as_given_and_as_resolved(
@@ -47,7 +50,7 @@ def test_missing_folder_is_named_as_given_and_as_resolved(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelFolderError) as caught:
-        check_model_folder(ModelSection(path="models/flux"))
+        check_model(tiny_config(tmp_path, "model.path=models/flux"))
     assert f"'models/flux': no such folder ({tmp_path}/models/flux)" in str(caught.value)
 
 
@@ -63,12 +66,38 @@ def test_broken_index(folder: Path, text: str) -> None:
     assert "JSON" in message
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", ["KolorsPipeline", "", None])
+def test_a_family_that_is_not_known(folder: Path, name: str | None) -> None:
+    path = folder / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": name}))
+    message = check_error(folder)
+    assert f"{path}: _class_name is {name!r}" in message
+    assert "known here: FluxPipeline" in message
+    with pytest.raises(ModelFolderError, match="known here: FluxPipeline"):
+        load_policy(tiny_config(folder / "run", f"model.path={folder}"))
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("sampling.height=72", "sampling.height is 72"),
+        ("sampling.width=40", "sampling.width is 40"),
+        ("evaluation.height=1000", "evaluation.height is 1000"),
+    ],
+)
+def test_a_size_that_the_model_cannot_draw(tmp_path: Path, override: str, named: str) -> None:
+    config = tiny_config(tmp_path, override)
+    for check in (check_model, load_policy, policy_size):
+        with pytest.raises(ModelFolderError, match=f"{named}; it must be a multiple of 16"):
+            check(config)
+
+
+@pytest.mark.parametrize("part", Flux1.parts)
 def test_missing_part(folder: Path, part: str) -> None:
     (folder / part).rename(folder / "elsewhere")
     message = check_error(folder)
     assert f"{folder}: part '{part}' is missing" in message
-    assert ", ".join(PARTS) in message
+    assert ", ".join(Flux1.parts) in message
 
 
 @pytest.mark.parametrize(
@@ -85,7 +114,7 @@ def test_part_of_another_class(folder: Path, part: str, entry: object, found: st
     path.write_text(json.dumps(json.loads(path.read_text()) | {part: entry}))
     message = check_error(folder)
     assert f"{path}: part '{part}' is a {found}" in message
-    assert PARTS[part].__name__ in message
+    assert Flux1.parts[part] in message
 
 
 @pytest.mark.parametrize(

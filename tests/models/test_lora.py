@@ -7,24 +7,26 @@ import torch
 from torch import nn
 
 from g2rpo_ray.maths import noise
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import FluxPolicy, load_policy
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.models.lora import coverage
+from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.weights import trainable_parameters
 from tests.tiny import equal_weights, tiny_config
 
 
-def policy_of(*overrides: str) -> FluxPolicy:
+def policy_of(*overrides: str) -> Policy:
     return load_policy(tiny_config(Path("unused"), *overrides))
 
 
-def adapted_modules(policy: FluxPolicy) -> set[str]:
+def adapted_modules(policy: Policy) -> set[str]:
     return {name.partition(".lora_")[0] for name in trainable_parameters(policy)}
 
 
-def velocity(policy: FluxPolicy) -> torch.Tensor:
-    embeds = PromptEmbeds(noise.normal((10, 64), "t5"), noise.normal((64,), "pooled"))
+def velocity(policy: Policy) -> torch.Tensor:
+    embeds = Conditioning(
+        {"t5": noise.normal((10, 64), "t5"), "pooled": noise.normal((64,), "pooled")}
+    )
     with torch.no_grad():
         result: torch.Tensor = policy(
             noise.normal((2, *policy.shape.packed), "x"), torch.tensor([0.9, 0.3]), embeds

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.models.flux import FluxPolicy, load_policy
+from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.weights import (
     PINNED_BYTES,
     PackedWeights,
@@ -21,11 +21,11 @@ from tests.tiny import equal_weights, tiny_config
 
 
 @pytest.fixture
-def policy() -> FluxPolicy:
+def policy() -> Policy:
     return load_policy(tiny_config(Path("unused"), "model.lora.rank=2"))
 
 
-def weights_of(policy: FluxPolicy) -> dict[str, Tensor]:
+def weights_of(policy: Policy) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in trainable_parameters(policy).items()}
 
 
@@ -38,7 +38,7 @@ def flip_bit(tensor: Tensor, bit: int) -> None:
     words ^= -(1 << bit) if bit == 8 * tensor.itemsize - 1 else 1 << bit
 
 
-def test_weights_arrive_and_have_the_same_checksum(policy: FluxPolicy) -> None:
+def test_weights_arrive_and_have_the_same_checksum(policy: Policy) -> None:
     new = changed(weights_of(policy))
     load_weights(policy, new)
     assert equal_weights(weights_of(policy), new)
@@ -84,7 +84,7 @@ def test_the_checksum_is_of_values_not_of_strides_or_order() -> None:
     assert (first.tensors, first.bytes) == (2, 2 * 24 * 4)
 
 
-def test_packed_weights_travel_in_one_buffer_and_bind(policy: FluxPolicy) -> None:
+def test_packed_weights_travel_in_one_buffer_and_bind(policy: Policy) -> None:
     new = changed(weights_of(policy))
     mixed = new | {"odd.bfloat16": torch.randn(3).bfloat16(), "scalar": torch.tensor(2.0)}
     buffers: list[pickle.PickleBuffer] = []
@@ -98,7 +98,7 @@ def test_packed_weights_travel_in_one_buffer_and_bind(policy: FluxPolicy) -> Non
     assert equal_weights(weights_of(policy), new)
 
 
-def test_missing_and_unknown_names_change_nothing(policy: FluxPolicy) -> None:
+def test_missing_and_unknown_names_change_nothing(policy: Policy) -> None:
     before = weights_of(policy)
     new = changed(before)
     missing = sorted(new)[0]
@@ -112,12 +112,12 @@ def test_missing_and_unknown_names_change_nothing(policy: FluxPolicy) -> None:
     assert equal_weights(weights_of(policy), before)
 
 
-def test_no_weights_at_all_are_refused(policy: FluxPolicy) -> None:
+def test_no_weights_at_all_are_refused(policy: Policy) -> None:
     with pytest.raises(WeightMismatchError, match="trainable tensors are missing"):
         load_weights(policy, {})
 
 
-def test_another_shape_changes_nothing(policy: FluxPolicy) -> None:
+def test_another_shape_changes_nothing(policy: Policy) -> None:
     before = weights_of(policy)
     new = changed(before)
     # The last one: everything before it would be copied already.
@@ -131,7 +131,7 @@ def test_another_shape_changes_nothing(policy: FluxPolicy) -> None:
     assert equal_weights(weights_of(policy), before)
 
 
-def test_adapters_do_not_bind_to_a_full_model(policy: FluxPolicy) -> None:
+def test_adapters_do_not_bind_to_a_full_model(policy: Policy) -> None:
     full = load_policy(tiny_config(Path("unused")))
     with pytest.raises(WeightMismatchError, match=r"model\.lora"):
         load_weights(full, weights_of(policy))

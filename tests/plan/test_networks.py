@@ -2,11 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from g2rpo_ray.config import load_config
-from g2rpo_ray.models.loading import ModelFolderError
+from g2rpo_ray.models import families
+from g2rpo_ray.models.family import ModelFolderError
+from g2rpo_ray.models.flux1.family import Flux1
+from g2rpo_ray.plan.costs import load_costs
+from g2rpo_ray.plan.memory import learner_memory
 from g2rpo_ray.plan.networks import policy_size, scorer_size
 from tests.tiny import QUICKSTART, copy_flux
 
@@ -94,3 +100,29 @@ def test_vit_h_14() -> None:
     # 32 layers of width 1280 on 257 tokens: 24 x tokens x width^2 + 4 x tokens^2 x width.
     layers = 32 * (24 * 257 * 1280**2 + 4 * 257**2 * 1280)
     assert size.image.tflop * 1e12 == pytest.approx(layers, rel=0.01)
+
+
+def test_both_passes_of_classifier_free_guidance_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Guided(Flux1):
+        def passes(self, guidance: float) -> int:
+            return 2 if guidance > 1 else 1
+
+        def velocity(self, *arguments: Any) -> Tensor:
+            both = [super(Guided, self).velocity(*arguments) for _ in range(2)]
+            return both[0] + (both[1] - both[0])
+
+    config = load_config(QUICKSTART, ["model.lora.rank=1", "model.gradient_checkpointing=true"])
+    plain = policy_size(config)
+    monkeypatch.setattr(families, "FAMILIES", (Guided,))
+    guided = policy_size(config)
+    assert (plain.passes, guided.passes) == (1, 2)
+    assert guided.evaluation.matrix == 2 * plain.evaluation.matrix
+    assert guided.evaluation.attention == 2 * plain.evaluation.attention
+    costs = load_costs().of("H100")
+    activations = [
+        learner_memory(config, size, costs, ranks=1, rows=1)["activations or AdamW step"]
+        for size in (plain, guided)
+    ]
+    assert activations[1] == pytest.approx(2 * activations[0])

@@ -1,20 +1,25 @@
 """g2rpo embed on the tiny encoders: the numbers of on the fly; nothing damaged or foreign."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts import encoder as encoder_module
 from g2rpo_ray.prompts.dataset import read_config_prompts
-from g2rpo_ray.prompts.embeddings import Embeddings
+from g2rpo_ray.prompts.embeddings import Embeddings, prompt_checksum, stacked
 from g2rpo_ray.prompts.encoder import PromptEncoder
 from g2rpo_ray.prompts.selection import Selection
 from g2rpo_ray.prompts.sources import PromptFileError
@@ -84,16 +89,16 @@ def test_embeddings_are_those_made_on_the_fly_to_the_bit(
     actor = PromptEncoder(config)
     for number, text in enumerate(texts):
         prompt, wanted = actor.encode(number, text), fly.encode(text)
-        assert torch.equal(prompt.embeds.t5, wanted.t5)
-        assert torch.equal(prompt.embeds.pooled, wanted.pooled)
-        assert prompt.embeds.t5.dtype == wanted.t5.dtype
+        assert torch.equal(prompt.embeds["t5"], wanted["t5"])
+        assert torch.equal(prompt.embeds["pooled"], wanted["pooled"])
+        assert prompt.embeds["t5"].dtype == wanted["t5"].dtype
 
 
 def test_a_prompt_that_was_not_embedded_is_encoded_on_the_fly(embedded: Path) -> None:
     config = config_with(embedded)
     prompt = PromptEncoder(config).encode(0, "a green triangle")
     fly = TextEncoder(config.model, config.prompts.max_sequence_length)
-    assert torch.equal(prompt.embeds.t5, fly.encode("a green triangle").t5)
+    assert torch.equal(prompt.embeds["t5"], fly.encode("a green triangle")["t5"])
 
 
 def test_the_manifest_says_what_there_is(embedded: Path) -> None:
@@ -226,3 +231,39 @@ def test_a_folder_of_something_else_is_left_alone(
 ) -> None:
     with pytest.raises(EmbedError, match="not empty; name another folder"):
         run(tiny_config(tmp_path), str(text_file(tmp_path)), tmp_path, Selection(), OPTIONS)
+
+
+def test_the_checksum_is_that_of_folders_written_before_tensors_had_names() -> None:
+    t5, pooled = torch.arange(6.0).reshape(3, 2), torch.tensor([7.0, 8.0])
+    old = hashlib.sha256(t5.numpy().tobytes() + pooled.numpy().tobytes()).hexdigest()[:16]
+    assert prompt_checksum(Conditioning({"pooled": pooled, "t5": t5})) == old
+
+
+def test_texts_of_several_lengths_are_read_back_as_they_were(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    made = [
+        Conditioning(
+            {
+                "text": torch.randn(length, 4, generator=generator).bfloat16(),
+                "mask": torch.ones(length, dtype=torch.bool),
+                "pooled": torch.randn(5, generator=generator).bfloat16(),
+            }
+        )
+        for length in (7, 2, 1)
+    ]
+    # The same folder, with other tensors in its first shard.
+    shard, table = folder / "shard_00000.safetensors", folder / "prompts.parquet"
+    save_file(stacked(made), shard)
+    rows = pq.read_table(table).to_pylist()
+    for row in rows[:3]:
+        row["checksum"] = prompt_checksum(made[row["row"]])
+    pq.write_table(pa.Table.from_pylist(rows), table)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][0]["bytes"] = shard.stat().st_size
+    manifest["prompts_sha256"] = hashlib.sha256(table.read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    embeddings = Embeddings(folder)
+    # Row 0's text stands in the second shard, too.
+    for row in rows[1:3]:
+        read, wanted = embeddings.embeds(row["text"]), made[row["row"]]
+        assert all(torch.equal(read[name], wanted[name]) for name in ("text", "mask", "pooled"))

@@ -12,7 +12,7 @@ from torch import Tensor
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import Assignment, UpdateReport, update_on_groups
-from g2rpo_ray.models.flux import FluxPolicy
+from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.sampling.group import RolloutGroup
 from tests.rollout.tiny import ALGORITHMS, PlainEngine, draw_group, tiny_config, tiny_policy
 
@@ -27,9 +27,7 @@ def update(
     return update_on_groups(engine, assignments, config=config, **settings)  # type: ignore[arg-type]
 
 
-def gradient_of(
-    config: Config, groups: list[RolloutGroup], policy: FluxPolicy | None = None
-) -> Tensor:
+def gradient_of(config: Config, groups: list[RolloutGroup], policy: Policy | None = None) -> Tensor:
     """The first step's gradient of all parameters as one vector."""
     engine = PlainEngine(policy or tiny_policy())
     update(engine, groups, config)
@@ -37,9 +35,7 @@ def gradient_of(
     return torch.cat([first[name].flatten() for name in sorted(first)])
 
 
-def draw_groups(
-    config: Config, count: int = 2, policy: FluxPolicy | None = None
-) -> list[RolloutGroup]:
+def draw_groups(config: Config, count: int = 2, policy: Policy | None = None) -> list[RolloutGroup]:
     policy = policy or tiny_policy()
     return [draw_group(policy, config, group_id) for group_id in range(count)]
 
@@ -206,7 +202,7 @@ def test_kl_pulls_back_to_the_reference() -> None:
     assert all("lora_" in name for name in trained)
 
 
-def moved_policy() -> FluxPolicy:
+def moved_policy() -> Policy:
     """A policy whose adapters are no longer zero."""
     policy = tiny_policy(lora=True)
     generator = torch.Generator().manual_seed(1)
@@ -262,7 +258,7 @@ def test_a_dropped_group_adds_no_kl_either() -> None:
     torch.testing.assert_close(both, gradient_of(config, [sound], moved_policy()) / 2)
 
 
-def _break_a_block(policy: FluxPolicy, *, reference_only: bool = False) -> None:
+def _break_a_block(policy: Policy, *, reference_only: bool = False) -> None:
     """Let the activations of the first latents of every pass overflow inside the network."""
 
     def overflow(_block: Any, _arguments: Any, outputs: tuple[Tensor, Tensor]) -> Any:

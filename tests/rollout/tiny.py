@@ -10,9 +10,11 @@ from torch import Tensor
 from g2rpo_ray.algorithms import make_strategy
 from g2rpo_ray.config import Config, LoraSection, config_from_dict
 from g2rpo_ray.maths.schedule import static_shift_schedule
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import FluxPolicy, LatentShape
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.flux1.family import Flux1
+from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.lora import add_lora
+from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.prompts.dataset import Prompt
 from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
@@ -43,7 +45,7 @@ def tiny_config(algorithm: str, **sections: dict[str, Any]) -> Config:
     return config_from_dict(tree, source="test")
 
 
-def tiny_policy(*, lora: bool = False) -> FluxPolicy:
+def tiny_policy(*, lora: bool = False) -> Policy:
     """One double and one single block of width 32, float32, the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -59,26 +61,26 @@ def tiny_policy(*, lora: bool = False) -> FluxPolicy:
             guidance_embeds=True,
             axes_dims_rope=(4, 6, 6),
         ).eval()
+    family, shape = Flux1({}), LatentShape(LATENT_SIZE, LATENT_SIZE, 16)
     if lora:
-        add_lora(transformer, LoraSection(rank=2, alpha=4.0), seed=0)
-    return FluxPolicy(transformer, LatentShape(LATENT_SIZE, LATENT_SIZE, 16), guidance=3.5)
+        add_lora(transformer, LoraSection(rank=2, alpha=4.0), family, seed=0)
+    return Policy(family, transformer, shape, guidance=3.5)
 
 
 def tiny_prompt(prompt_id: int = 0) -> Prompt:
     generator = torch.Generator().manual_seed(prompt_id)
-    embeds = PromptEmbeds(
-        torch.randn(5, 24, generator=generator), torch.randn(20, generator=generator)
-    )
+    t5, pooled = (torch.randn(size, generator=generator) for size in ((5, 24), (20,)))
+    embeds = Conditioning({"t5": t5, "pooled": pooled})
     return Prompt(prompt_id, f"prompt {prompt_id}", embeds)
 
 
-def tiny_sampler(policy: FluxPolicy, config: Config) -> Sampler:
+def tiny_sampler(policy: Policy, config: Config) -> Sampler:
     sigmas = static_shift_schedule(config.sampling.steps, config.sampling.shift)
     return Sampler(Evaluator(policy, config.rollout.planned_batch_size), sigmas)
 
 
 def draw_group(
-    policy: FluxPolicy, config: Config, group_id: int = 0, iteration: int = 0
+    policy: Policy, config: Config, group_id: int = 0, iteration: int = 0
 ) -> RolloutGroup:
     """One prompt drawn and rewarded by the sum of a picture's latents, as the worker does it."""
     key, prompt = GroupKey(config.seed, group_id), tiny_prompt(group_id)
@@ -109,7 +111,7 @@ def draw_group(
 class PlainEngine:
     """What the update needs of a learner's engine, with plain gradient descent."""
 
-    policy: FluxPolicy
+    policy: Policy
     learning_rate: float = 1e-3
     others_batch_size: int = 64
     """The smallest of the groups that other ranks would have."""

@@ -19,8 +19,8 @@ from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.catalogue import CATALOGUE
-from g2rpo_ray.models.flux import load_policy
 from g2rpo_ray.models.loading import ModelFolderError
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.saving import ADAPTER_FILE
 from g2rpo_ray.models.weights import trainable_parameters
 from g2rpo_ray.run.export import ExportError, ExportOptions, Form, export, model_card

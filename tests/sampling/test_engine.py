@@ -11,12 +11,12 @@ from g2rpo_ray.algorithms import make_strategy
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import Config, LoraSection
 from g2rpo_ray.models.batches import BatchSize, DeviceMemoryError, largest_batch
-from g2rpo_ray.models.conditioning import PromptEmbeds
-from g2rpo_ray.models.flux import FluxPolicy, load_policy
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.fp8 import Float8Error, Float8Linear, Float8Twin, to_float8
 from g2rpo_ray.models.kernels import AttentionBackendError
 from g2rpo_ray.models.loading import load_part
 from g2rpo_ray.models.lora import add_lora
+from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.rollout.worker import RolloutWorker
 from g2rpo_ray.sampling.engine import RolloutEngine
 from g2rpo_ray.sampling.evaluator import Evaluator
@@ -36,12 +36,12 @@ def out_of_memory() -> torch.OutOfMemoryError:
     )
 
 
-class SmallMemory(FluxPolicy):
+class SmallMemory(Policy):
     """A policy that runs out of memory above a number of latents."""
 
     most = 2
 
-    def forward(self, latents: Tensor, sigma: Tensor, embeds: PromptEmbeds) -> Tensor:
+    def forward(self, latents: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         if len(latents) > self.most:
             raise out_of_memory()
         return super().forward(latents, sigma, embeds)
@@ -55,7 +55,7 @@ def small_memory(most: int) -> SmallMemory:
     return policy
 
 
-def latents(rows: int) -> tuple[Tensor, Tensor, PromptEmbeds]:
+def latents(rows: int) -> tuple[Tensor, Tensor, Conditioning]:
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 4, 16, generator=generator)
     return x, torch.linspace(0.9, 0.2, rows), tiny_prompt().embeds
@@ -89,16 +89,16 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, exact: int, twin: int) -> list[tuple[bool, int]]:
     """Most latents in a pass of an engine's policies; returns passes as (of the twin, latents)."""
-    passes, forward = [], FluxPolicy.forward
+    passes, forward = [], Policy.forward
 
-    def limited(self: FluxPolicy, x: Tensor, sigma: Tensor, embeds: PromptEmbeds) -> Tensor:
+    def limited(self: Policy, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         is_twin = any(isinstance(module, Float8Linear) for module in self.modules())
         passes.append((is_twin, len(x)))
         if len(x) > (twin if is_twin else exact):
             raise out_of_memory()
         return forward(self, x, sigma, embeds)
 
-    monkeypatch.setattr(FluxPolicy, "forward", limited)
+    monkeypatch.setattr(Policy, "forward", limited)
     return passes
 
 
@@ -139,7 +139,7 @@ def test_networks_that_do_not_fit_are_named(
 
 
 def test_auto_tries_the_twin_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_cpu(config: Config, _: torch.device) -> FluxPolicy:
+    def on_cpu(config: Config, _: torch.device) -> Policy:
         return load_policy(config)
 
     monkeypatch.setattr(f"{ENGINE}.load_policy", on_cpu)
@@ -258,7 +258,8 @@ def test_the_float8_twin_follows_the_exact_weights_and_leaves_them_alone(lora: b
 
 def test_an_adapted_modulation_keeps_its_numbers() -> None:
     policy = tiny_policy()
-    add_lora(policy.transformer, LoraSection(target_modules=["norm1.linear", "to_q"]), seed=0)
+    lora = LoraSection(target_modules=["norm1.linear", "to_q"])
+    add_lora(policy.transformer, lora, policy.family, seed=0)
     twin = Float8Twin(policy).policy
     rounded = {n for n, m in twin.named_modules() if isinstance(m, Float8Linear)}
     assert len(rounded) == 17

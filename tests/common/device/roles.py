@@ -23,6 +23,7 @@ from g2rpo_ray.common.section import Section
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation import sample as sample_module
 from g2rpo_ray.learner.ranks import LearnerGroup
+from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.selection import Selection
 from g2rpo_ray.prompts.shards import ShardEncoder
 from g2rpo_ray.rewards.scorer import RewardScorer
@@ -75,9 +76,20 @@ def learner_rank(config: Config) -> Found:
     return answers[0]
 
 
+def encoder_devices(encoder: TextEncoder) -> list[torch.device]:
+    parts = encoder._pipeline.components.values()
+    return [part.device for part in parts if isinstance(part, torch.nn.Module)]
+
+
 def prompt_encoder(config: Config) -> Found:
     def look(encoder: Any) -> Found:
-        return found(encoder._encoder.t5.device, encoder._encoder.clip.device)
+        return found(
+            *(
+                p.device
+                for p in encoder._encoder._pipeline.components.values()
+                if hasattr(p, "device")
+            )
+        )
 
     with training_roles._encoder(config, None) as encoder:
         ray.get(encoder.encode.remote(0, CAPTIONS[0]))
@@ -114,7 +126,7 @@ class WitnessEncoder(ShardEncoder):
     """Writes down where it encodes, beside the shards."""
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        seen = found(self._encoder.device, self._encoder.t5.device)
+        seen = found(*encoder_devices(self._encoder))
         (self._folder.parent / "witness_encoder.json").write_text(json.dumps(seen))
         return super().__call__(row)
 

@@ -1,0 +1,80 @@
+"""The families of models that this system knows, found by what a model folder says of itself."""
+
+from pathlib import Path
+
+from g2rpo_ray.common.files import read_json_object
+from g2rpo_ray.config import Config
+from g2rpo_ray.models.family import Family, ModelFolderError
+from g2rpo_ray.models.flux1.family import Flux1
+from g2rpo_ray.models.latents import LatentShape
+
+FAMILIES: tuple[type[Family], ...] = (Flux1,)
+
+
+def open_family(folder: Path) -> Family:
+    """The family of a folder in diffusers' layout, which has all parts that the family needs.
+
+    Raises:
+        ModelFolderError: the folder is of no family known here; a part is missing or of another
+            class, or does not fit the others.
+    """
+    index_file = folder / "model_index.json"
+    if not index_file.is_file():
+        raise ModelFolderError(
+            f"{folder}: no model_index.json; expected a folder in diffusers' layout, as "
+            "DiffusionPipeline.save_pretrained writes it"
+        )
+    index = read_json_object(index_file, ModelFolderError)
+    name = index.get("_class_name")
+    cls = next((family for family in FAMILIES if family.pipeline == name), None)
+    if cls is None:
+        raise ModelFolderError(
+            f"{index_file}: _class_name is {name!r}; families of models known here: "
+            f"{', '.join(family.pipeline for family in FAMILIES)}"
+        )
+    for part, expected in cls.parts.items():
+        is_tokenizer = part.startswith("tokenizer")
+        config_file = "tokenizer_config.json" if is_tokenizer else "config.json"
+        if not (folder / part / config_file).is_file():
+            raise ModelFolderError(
+                f"{folder}: part '{part}' is missing ({part}/{config_file} not found); "
+                f"needed parts: {', '.join(cls.parts)}"
+            )
+        entry = index.get(part)
+        found = entry[-1] if isinstance(entry, list) and entry else None
+        if not is_tokenizer and found != expected:
+            raise ModelFolderError(
+                f"{index_file}: part '{part}' is a {found or 'missing entry'}; the {part} of a "
+                f"{name} is a {expected}"
+            )
+    files = {part: folder / part / "config.json" for part in ("transformer", "vae")}
+    files["scheduler"] = folder / "scheduler" / "scheduler_config.json"
+    files["call"] = folder / "call.json"
+    family = cls(
+        {"model_index": index}
+        | {
+            name: read_json_object(file, ModelFolderError)
+            for name, file in files.items()
+            if file.is_file()
+        }
+    )
+    if problem := family.problem(folder):
+        raise ModelFolderError(problem)
+    return family
+
+
+def latents_of(config: Config, family: Family) -> LatentShape:
+    """Of a picture of ``config.sampling``.
+
+    Raises:
+        ModelFolderError: the model has no pictures of such a size.
+    """
+    for section in ("sampling", "evaluation"):
+        for side in ("height", "width"):
+            pixels = getattr(getattr(config, section), side)
+            if pixels is not None and pixels % family.multiple_of:
+                raise ModelFolderError(
+                    f"{section}.{side} is {pixels}; it must be a multiple of {family.multiple_of} "
+                    f"(a {family.pipeline} packs so many pixels into a token)"
+                )
+    return family.latents(config.sampling.height, config.sampling.width)

@@ -1,0 +1,1 @@
+"""FLUX.1: dev, schnell, and what has their architecture."""

@@ -1,0 +1,144 @@
+"""How FLUX.1 is called: its latents, text, network and VAE."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.maths.schedule import dynamic_shift_schedule, static_shift_schedule
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.family import Family
+from g2rpo_ray.models.flux1.published import FLUX1_DEV
+from g2rpo_ray.models.latents import LatentShape
+
+
+class Flux1(Family):
+    """One token is 2 x 2 latents of the VAE, which shrinks pictures by 8."""
+
+    pipeline = "FluxPipeline"
+    parts: ClassVar = {
+        "transformer": "FluxTransformer2DModel",
+        "vae": "AutoencoderKL",
+        "text_encoder": "CLIPTextModel",
+        "text_encoder_2": "T5EncoderModel",
+        "tokenizer": "CLIPTokenizer",
+        "tokenizer_2": "T5Tokenizer",
+    }
+    blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    lora_targets = (
+        # Double blocks: both streams' attention and feed-forward.
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
+        # Single blocks: attention as above, and the joint feed-forward.
+        "proj_mlp", "single_transformer_blocks.*.proj_out",
+    )  # fmt: skip
+    multiple_of = 16
+    published: ClassVar = {"FLUX.1-dev": FLUX1_DEV}
+
+    def problem(self, folder: Path) -> str | None:
+        # What a file leaves out has diffusers' default.
+        network, latent = self.configs["transformer"], self._vae_channels
+        taken = network.get("in_channels", 64)
+        predicted = taken if network.get("out_channels") is None else network["out_channels"]
+        if taken == predicted == 4 * latent:
+            return None
+        return (
+            f"{folder}/transformer/config.json: the transformer takes in_channels {taken} and "
+            f"predicts out_channels {predicted}; {folder}/vae/config.json has latent_channels "
+            f"{latent}, packed 4 x {latent} = {4 * latent}. All three must be equal: a FLUX with "
+            "further inputs (Fill, Control) or another model's VAE cannot be trained here"
+        )
+
+    def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
+        return LatentShape(height // 16, width // 16, 4 * self._vae_channels, frames)
+
+    def schedule(self, steps: int, latents: LatentShape) -> Tensor:
+        config = self.configs.get("scheduler") or FLUX1_DEV.configs["scheduler"]
+        if not config.get("use_dynamic_shifting", False):
+            return static_shift_schedule(steps, config.get("shift", 1.0), torch.float32)
+        return dynamic_shift_schedule(
+            steps,
+            latents.packed[0],
+            base_tokens=config.get("base_image_seq_len", 256),
+            max_tokens=config.get("max_image_seq_len", 4096),
+            base_shift=config.get("base_shift", 0.5),
+            max_shift=config.get("max_shift", 1.15),
+            dtype=torch.float32,
+        )
+
+    def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
+        t5, pooled, _ = pipeline.encode_prompt(text, None, max_sequence_length=length)
+        return Conditioning({"t5": t5[0], "pooled": pooled[0]})
+
+    def blank(
+        self, transformer: Any, length: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Conditioning:
+        sizes = transformer.config
+        t5 = torch.zeros(length, sizes.joint_attention_dim, dtype=dtype, device=device)
+        pooled = torch.zeros(sizes.pooled_projection_dim, dtype=dtype, device=device)
+        return Conditioning({"t5": t5, "pooled": pooled})
+
+    def velocity(
+        self,
+        transformer: Any,
+        x: Tensor,
+        sigma: Tensor,
+        conditioning: Conditioning,
+        guidance: float,
+        latents: LatentShape,
+    ) -> Tensor:
+        """As of ``Family``; only a model with a guidance embedding reads ``guidance``."""
+        batch, device, t5 = len(x), x.device, conditioning["t5"]
+        velocity: Tensor = transformer(
+            hidden_states=x.to(t5.dtype),
+            timestep=sigma,
+            guidance=torch.full((batch,), guidance, device=device, dtype=torch.float32)
+            if transformer.config.guidance_embeds
+            else None,
+            pooled_projections=conditioning["pooled"].expand(batch, -1),
+            encoder_hidden_states=t5.expand(batch, -1, -1),
+            txt_ids=_text_ids(len(t5), device),
+            img_ids=_image_ids(latents, device),
+            return_dict=False,
+        )[0]
+        return velocity.float()
+
+    def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
+        batch, height, width = len(x), latents.height, latents.width
+        tokens = x.view(batch, height, width, latents.channels // 4, 2, 2)
+        unpacked = tokens.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, 2 * height, 2 * width)
+        unpacked = unpacked / vae.config.scaling_factor + vae.config.shift_factor
+        unpacked = unpacked.to(vae.dtype).contiguous(memory_format=torch.channels_last)
+        picture: Tensor = vae.decode(unpacked, return_dict=False)[0]
+        return picture
+
+    def is_modulation(self, name: str) -> bool:
+        return name.startswith("norm") and name.endswith("linear")
+
+    def fuse(self, transformer: Any) -> None:
+        # Needs Triton, which comes with PyTorch only where it is built for cards.
+        from g2rpo_ray.models.flux1.fused import fuse_elementwise
+
+        fuse_elementwise(transformer)
+
+    @property
+    def _vae_channels(self) -> int:
+        channels: int = self.configs["vae"].get("latent_channels", 4)
+        return channels
+
+
+# Ids are cached, and are no buffers: a cast of the module to bfloat16 must not round positions.
+@lru_cache
+def _text_ids(tokens: int, device: torch.device) -> Tensor:
+    return torch.zeros(tokens, 3, device=device)
+
+
+@lru_cache
+def _image_ids(latents: LatentShape, device: torch.device) -> Tensor:
+    """float32 ``[tokens, 3]``: (0, row, column) of every token, for the rotary embedding."""
+    rows = torch.arange(latents.height).repeat_interleave(latents.width)
+    columns = torch.arange(latents.width).repeat(latents.height)
+    return torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).float().to(device)
