@@ -78,17 +78,13 @@ def learner_rank(config: Config) -> Found:
 
 def encoder_devices(encoder: TextEncoder) -> list[torch.device]:
     parts = encoder._pipeline.components.values()
-    return [part.device for part in parts if isinstance(part, torch.nn.Module)]
+    networks = [part for part in parts if isinstance(part, torch.nn.Module)]
+    return [next(network.parameters()).device for network in networks]
 
 
 def prompt_encoder(config: Config) -> Found:
     def look(encoder: Any) -> Found:
-        return found(
-            *(
-                p.device
-                for p in encoder._encoder._pipeline.components.values()
-                if hasattr(p, "device")
-            )
+        return found(*encoder_devices(encoder._encoder))
         )
 
     with training_roles._encoder(config, None) as encoder:
