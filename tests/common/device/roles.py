@@ -85,7 +85,6 @@ def encoder_devices(encoder: TextEncoder) -> list[torch.device]:
 def prompt_encoder(config: Config) -> Found:
     def look(encoder: Any) -> Found:
         return found(*encoder_devices(encoder._encoder))
-        )
 
     with training_roles._encoder(config, None) as encoder:
         ray.get(encoder.encode.remote(0, CAPTIONS[0]))
