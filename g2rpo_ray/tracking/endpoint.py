@@ -55,7 +55,7 @@ class RayEndpoint(Sink):
     def _set(self, name: str, value: float) -> None:
         from ray.util.metrics import Gauge
 
-        if known_name(name).metric.kind == "counter":
+        if known_name(name).kind == "counter":
             # Not Ray's Counter: it cannot be 0, and where nothing was, no alert sees a rise.
             self._totals[name] += value
             value = self._totals[name]
@@ -73,7 +73,7 @@ class RayEndpoint(Sink):
         if known.exported not in self._metrics:
             self._metrics[known.exported] = kind(
                 known.exported,
-                description=_description(known.metric),
+                description=_description(known),
                 tag_keys=("run", "reward") if known.reward else ("run",),
                 **options,
             )

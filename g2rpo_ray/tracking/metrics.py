@@ -80,12 +80,12 @@ class MetricsLog:
             sink.scalars(iteration, values)
 
     def live(self, values: Mapping[str, float]) -> None:
-        """Show numbers of now (names of ``LIVE``) where a sink can: Ray's endpoint."""
+        """Show numbers of now (no part of any record) where a sink can: Ray's endpoint."""
         for sink in self._sinks:
             sink.live(values)
 
     def observe(self, name: str, values: Sequence[float]) -> None:
-        """Add to the distribution of a histogram of ``LIVE``."""
+        """Add to the distribution of a histogram."""
         for sink in self._sinks:
             sink.observe(name, values)
 

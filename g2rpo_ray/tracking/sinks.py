@@ -25,7 +25,7 @@ class Sink:
         """Keep uint8 ``[height, width, 3]`` pictures by caption."""
 
     def live(self, values: Mapping[str, float]) -> None:
-        """Show numbers of now that are no part of any record (``LIVE`` in the table)."""
+        """Show numbers of now that are no part of any record."""
 
     def observe(self, name: str, values: Sequence[float]) -> None:
         """Add to the distribution of a histogram."""

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from g2rpo_ray.tracking.metrics import read_metrics
-from g2rpo_ray.tracking.names import ALL, known_name
+from g2rpo_ray.tracking.names import METRICS
 from tests.cluster.prometheus import MONITORING, Prometheus, missing, prometheus
 from tests.integration.command import TIMEOUT_S, Command, train, wait_until
 from tests.tiny import tiny_config
@@ -62,7 +62,7 @@ def test_panels_have_places_of_their_own() -> None:
 
 
 def test_alerts_and_panels_ask_for_metrics_that_there_are() -> None:
-    exported = {known_name(pattern.replace("<name>", "x")).exported for pattern in ALL}
+    exported = {metric.exported for metric in METRICS.values()}
     asked_by_panels = [target["expr"] for panel in PANELS for target in panel["targets"]]
     for expression in [*asked_by_panels, *alerts().values()]:
         asked = {name.removesuffix("_bucket") for name in own_metrics(expression)}
