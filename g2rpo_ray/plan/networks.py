@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import Config, LoraSection
+from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import FAMILIES, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.latents import LatentShape
@@ -87,19 +87,13 @@ def policy_size(config: Config) -> PolicySize:
             ``trained_modules`` or ``lora.target_modules`` names nothing in it.
     """
     family, source = planned_family(config.model.path)
-    lora, modules = config.model.lora, config.model.trained_modules
+    # Counting the largest models takes seconds: equal questions are answered once.
+    asked = config.model_dump_json(include={"model", "sampling", "prompts"})
+    key = type(family), source, json.dumps(family.configs), asked
     try:
-        return _count_policy(
-            source,
-            type(family),
-            json.dumps(family.configs),
-            lora.model_dump_json() if lora else None,
-            tuple(modules) if modules is not None else None,
-            latents_of(config, family),
-            (config.sampling.height, config.sampling.width),
-            config.prompts.max_sequence_length,
-            config.sampling.guidance,
-        )
+        if key not in _COUNTED:
+            _COUNTED[key] = _count_policy(family, source, config)
+        return _COUNTED[key]
     except (TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
         raise ModelFolderError(
             f"{source}: not the configuration of a model of {family.pipeline}: {error}"
@@ -120,29 +114,21 @@ def planned_family(path: str) -> tuple[Family, str]:
     return family, f"{name}'s published architecture ({path} is not there yet)"
 
 
-@lru_cache
-def _count_policy(
-    source: str,
-    cls: type[Family],
-    configs_json: str,
-    lora_json: str | None,
-    trained_modules: tuple[str, ...] | None,
-    latents: LatentShape,
-    picture: tuple[int, int],
-    text_tokens: int,
-    guidance: float,
-) -> PolicySize:
-    """Build and count; by JSON, so that equal questions are answered once."""
-    family = cls(json.loads(configs_json))
+_COUNTED: dict[tuple[type[Family], str, str, str], PolicySize] = {}
+
+
+def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
+    sampling, text_tokens = config.sampling, config.prompts.max_sequence_length
     transformer, vae = on_meta(family, "transformer"), on_meta(family, "vae")
     parameters = count_parameters(transformer)
-    if lora_json is None:
-        choose_trained(transformer, list(trained_modules) if trained_modules else None)
+    if config.model.lora is None:
+        choose_trained(transformer, config.model.trained_modules)
     else:
         with torch.device("meta"):
-            add_lora(transformer, LoraSection.model_validate_json(lora_json), family, seed=0)
+            add_lora(transformer, config.model.lora, family, seed=0)
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    policy = Policy(family, transformer, latents, guidance)
+    latents = latents_of(config, family)
+    policy = Policy(family, transformer, latents, sampling.guidance)
     return PolicySize(
         source=source,
         parameters=parameters,
@@ -152,8 +138,8 @@ def _count_policy(
         width=family.width(transformer),
         blocks=len(policy.blocks()),
         tokens=family.tokens(latents, text_tokens),
-        passes=family.passes(guidance),
-        pixels=picture[0] * picture[1],
+        passes=family.passes(sampling.guidance),
+        pixels=sampling.height * sampling.width,
         evaluation=evaluation_operations(policy, text_tokens),
         decode=decode_operations(family, vae, latents),
     )

@@ -32,14 +32,6 @@ class Plan:
         """The split whose memory is shown: the recommended one, or else the configured one."""
         return self.recommended or self.configured
 
-    def memory(self) -> dict[str, PartsGib]:
-        """Of a process of each role."""
-        return self.predictor.memory(self.shown.ranks)
-
-    def host_memory(self) -> PartsGib:
-        """Of a learner rank, in GiB."""
-        return self.predictor.host_memory(self.shown.ranks)
-
 
 def make_plan(config: Config, table: CostTable, gpus: int | None, card: str | None) -> Plan:
     """Predict ``config`` on ``gpus`` cards (none: as many as it asks for) of one kind.
@@ -59,8 +51,7 @@ def make_plan(config: Config, table: CostTable, gpus: int | None, card: str | No
         split = predictor.split(config.rollout.workers, config.learner.ranks)
         return Plan(predictor, 0, [split], split, split)
     predictor = Predictor(config, table, card or DEFAULT_CARD)
-    wanted = predictor.configured_cards()
-    cards = gpus or wanted
+    cards = gpus or predictor.cards_taken(config.rollout.workers, config.learner.ranks)
     splits = predictor.splits(cards)
     if not splits:
         raise InputError(
@@ -121,8 +112,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "optimizer_steps": predictor.updates,
         },
         "policy": asdict(predictor.size),
-        "memory_gib": plan.memory(),
-        "host_memory_of_a_rank_gib": plan.host_memory(),
+        "memory_gib": predictor.memory(plan.shown.ranks),
+        "host_memory_of_a_rank_gib": predictor.host_memory(plan.shown.ranks),
         "splits": [_split_json(split) for split in plan.splits],
         "configured": _split_json(plan.configured),
         "recommended": _split_json(plan.recommended) if plan.recommended else None,
@@ -135,12 +126,12 @@ def _scorer_calls(predictor: Predictor) -> dict[str, int]:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    costs = plan.predictor.costs
+    predictor, ranks = plan.predictor, plan.shown.ranks
+    costs = predictor.costs
     capacity = f"of {costs.memory_gib:g} on a card" if costs.memory_gib else "without its libraries"
-    ranks = plan.shown.ranks
     lines = [f"Memory of a process in GiB with {ranks} learner rank(s), {capacity}:"]
-    lines += [f"{role:>15}  {_sum_of(parts_gib)}" for role, parts_gib in plan.memory().items()]
-    if host := plan.host_memory():
+    lines += [f"{role:>15}  {_sum_of(gib)}" for role, gib in predictor.memory(ranks).items()]
+    if host := predictor.host_memory(ranks):
         lines.append(f"Host memory of a rank beside its process, GiB: {_sum_of(host)}")
     return lines
 
@@ -152,7 +143,7 @@ def _sum_of(parts_gib: PartsGib) -> str:
 
 def _split_lines(plan: Plan) -> list[str]:
     where = f"{plan.cards} x {plan.predictor.card}" if plan.cards else "CPU cores, one a worker"
-    fastest = sorted(plan.splits, key=lambda s: (bool(s.missing_gib), s.phases.iteration_s))
+    fastest = sorted(plan.splits, key=lambda s: (bool(s.missing_gib), s.iteration_s))
     shown = sorted(fastest[:MOST_ROWS], key=lambda s: s.ranks)
     lines = [
         f"Seconds of an iteration on {where}:",
@@ -171,7 +162,6 @@ def _split_lines(plan: Plan) -> list[str]:
 
 
 def _split_line(plan: Plan, split: Split) -> str:
-    phases = split.phases
     remarks = []
     if split.missing_gib:
         role, gib = max(split.missing_gib.items(), key=lambda item: item[1])
@@ -180,8 +170,8 @@ def _split_line(plan: Plan, split: Split) -> str:
         remarks.append("configured")
     if split is plan.recommended:
         remarks.append("recommended")
-    seconds = (phases.generate_s, phases.learn_s, phases.sync_s, phases.iteration_s)
-    digits = 1 if phases.iteration_s >= 100 else 2
+    seconds = (split.generate_s, split.learn_s, split.sync_s, split.iteration_s)
+    digits = 1 if split.iteration_s >= 100 else 2
     columns = "".join(
         f"{value:>{width}.{digits}f}" for value, width in zip(seconds, (10, 9, 8, 11), strict=True)
     )
@@ -190,11 +180,4 @@ def _split_line(plan: Plan, split: Split) -> str:
 
 
 def _split_json(split: Split) -> dict[str, Any]:
-    phases = {**asdict(split.phases), "iteration_s": split.phases.iteration_s}
-    return {
-        "workers": split.workers,
-        "ranks": split.ranks,
-        **phases,
-        "missing_gib": split.missing_gib,
-        "overrides": split.overrides,
-    }
+    return asdict(split) | {"iteration_s": split.iteration_s, "overrides": split.overrides}

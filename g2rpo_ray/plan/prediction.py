@@ -62,27 +62,20 @@ class PromptWork:
 
 
 @dataclass(frozen=True)
-class Phases:
-    """Seconds of one iteration."""
+class Split:
+    """A way to share out the cards, with the seconds of an iteration."""
 
+    workers: int
+    ranks: int
     generate_s: float
     learn_s: float
     sync_s: float
+    missing_gib: dict[str, float]
+    """Role on the fullest card -> how much is missing there; empty where all fits."""
 
     @property
     def iteration_s(self) -> float:
         return self.generate_s + self.learn_s + self.sync_s
-
-
-@dataclass(frozen=True)
-class Split:
-    """A way to share out the cards."""
-
-    workers: int
-    ranks: int
-    phases: Phases
-    missing_gib: dict[str, float]
-    """Role on the fullest card -> how much is missing there; empty where all fits."""
 
     @property
     def overrides(self) -> str:
@@ -147,9 +140,12 @@ class Predictor:
         """Every number of ranks that leaves room for a worker, each with workers on as many cards
         as can be, and no more workers than that takes."""
         found = []
-        counts = range(1, self._most(self.config.rollout.gpus_per_worker, cards) + 1)
-        for ranks in range(1, self._most_ranks(cards) + 1):
-            taken = partial(self._cards_taken, ranks=ranks)
+        counts = range(1, _most(self.config.rollout.gpus_per_worker, cards) + 1)
+        share = self.config.learner.gpus_per_rank
+        # NCCL takes no two on one card: the configuration allows one rank of half a card or less.
+        most_ranks = 1 if share <= LARGEST_SHARED else min(cards, _most(share, cards))
+        for ranks in range(1, most_ranks + 1):
+            taken = partial(self.cards_taken, ranks=ranks)
             drawing = partial(self._drawing_cards, ranks=ranks)
             # Both grow with the workers.
             first, end = (find(counts, cards, key=taken) for find in (bisect_left, bisect_right))
@@ -161,12 +157,12 @@ class Predictor:
     def split(self, workers: int, ranks: int) -> Split:
         """Time and memory of one split."""
         drawing_cards = self._drawing_cards(workers, ranks)
-        phases = Phases(self.generate_s(drawing_cards), self.learn_s(ranks), self.sync_s())
-        return Split(workers, ranks, phases, self._missing(workers, ranks))
+        seconds = self.generate_s(drawing_cards), self.learn_s(ranks), self.sync_s()
+        return Split(workers, ranks, *seconds, self._missing(workers, ranks))
 
-    def configured_cards(self) -> int:
-        """Cards that the configuration's own split takes; 0 for a run on CPUs."""
-        return self._cards_taken(self.config.rollout.workers, self.config.learner.ranks)
+    def cards_taken(self, workers: int, ranks: int) -> int:
+        """By all roles; 0 for a run on CPUs."""
+        return len(self._placed(workers, ranks))
 
     def generate_s(self, drawing_cards: int) -> float:
         """Drawing, decoding and scoring; scoring runs beside the rest, but for the last request.
@@ -343,9 +339,6 @@ class Predictor:
             shares += [(f"reward {name}", reward.gpus_per_replica)] * reward.min_replicas
         return pack(shares)
 
-    def _cards_taken(self, workers: int, ranks: int) -> int:
-        return len(self._placed(workers, ranks))
-
     def _missing(self, workers: int, ranks: int) -> dict[str, float]:
         capacity = self.costs.memory_gib
         if capacity is None:
@@ -363,17 +356,13 @@ class Predictor:
         # Where others evaluate while the run trains, cards of theirs draw nothing for it.
         return min(workers, sum("rollout worker" in roles for roles in placed) or workers)
 
-    def _most_ranks(self, cards: int) -> int:
-        share = self.config.learner.gpus_per_rank
-        # NCCL takes no two on one card: the configuration allows one rank of half a card or less.
-        return min(self._most(share, cards), 1 if share <= LARGEST_SHARED else cards)
 
-    @staticmethod
-    def _most(share: float, cards: int) -> int:
-        return int(cards / share + 1e-9) if share > 0 else 0
+def _most(share: float, cards: int) -> int:
+    """Processes of that share of a card on so many cards."""
+    return int(cards / share + 1e-9)
 
 
 def recommend(splits: list[Split]) -> Split | None:
     """The fastest split that fits; of equal ones the one with fewer ranks."""
     fitting = [split for split in splits if not split.missing_gib]
-    return min(fitting, key=lambda s: (s.phases.iteration_s, s.ranks), default=None)
+    return min(fitting, key=lambda s: (s.iteration_s, s.ranks), default=None)

@@ -51,8 +51,8 @@ def test_recommended_split_fits_and_takes_all_cards(gpus: int) -> None:
     assert not best.missing_gib
     # A worker takes 0.9 of a card, the rewards the rest.
     assert best.workers + best.ranks == gpus
-    assert best.phases.iteration_s == min(
-        split.phases.iteration_s for split in plan.splits if not split.missing_gib
+    assert best.iteration_s == min(
+        split.iteration_s for split in plan.splits if not split.missing_gib
     )
 
 
@@ -145,8 +145,8 @@ def test_workers_on_one_card_share_what_it_computes() -> None:
     shared = ["rollout.gpus_per_worker=0.45", "learner.ranks=1", "learner.gpus_per_rank=0.2"]
     predictor = paper_plan(*shared).predictor
     whole, half = predictor.split(4, 1), predictor.split(2, 1)
-    assert half.phases.generate_s == predictor.split(1, 1).phases.generate_s
-    assert whole.phases.generate_s < half.phases.generate_s
+    assert half.generate_s == predictor.split(1, 1).generate_s
+    assert whole.generate_s < half.generate_s
     # Of the splits over two cards the one with workers on both; NCCL takes no two ranks on a card.
     assert [(split.workers, split.ranks) for split in predictor.splits(2)] == [(3, 1)]
 
