@@ -33,9 +33,11 @@ class PeakMemory:
     """
 
     def __init__(self, interval_s: float = 2.0) -> None:
+        self.peak_rss_gib = 0.0
+        """Largest sample so far (PSS; the name is the one summary.json uses)."""
+        self.pss_gib = 0.0
+        """Last sample: ``memory/pss_gib``."""
         self._interval_s = interval_s
-        self._peak = 0
-        self._latest = 0
         self._unreadable: set[int] = set()
         self._session = ""
         self._closed = threading.Event()
@@ -51,26 +53,11 @@ class PeakMemory:
         self._thread.join()
         self.sample()
 
-    @property
-    def peak_rss_gib(self) -> float:
-        """Largest sample so far, GiB (PSS; the name is the one summary.json uses)."""
-        return self._peak / GIB
-
-    @property
-    def pss_gib(self) -> float:
-        """Last sample, GiB: ``memory/pss_gib``."""
-        return self._latest / GIB
-
-    @property
-    def unreadable(self) -> int:
-        """Processes whose memory this user may not read; they are missing from the numbers."""
-        return len(self._unreadable)
-
     def sample(self) -> float:
         """Measure now; GiB."""
         with self._sampling:
-            self._latest = sum(self._pss(process) for process in self._processes())
-            self._peak = max(self._peak, self._latest)
+            self.pss_gib = sum(self._pss(process) for process in self._processes()) / GIB
+            self.peak_rss_gib = max(self.peak_rss_gib, self.pss_gib)
         return self.pss_gib
 
     def _watch(self) -> None:
@@ -111,7 +98,7 @@ class PeakMemory:
         return self._session
 
     def _pss(self, process: psutil.Process) -> int:
-        """Bytes; 0 for a process that has gone or that may not be read (counted, reported)."""
+        """Bytes; 0 for a process that has gone, or that may not be read, which is logged once."""
         try:
             return process.memory_full_info().pss
         except psutil.NoSuchProcess:

@@ -111,5 +111,4 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     Each has ``iteration``, ``kind`` (``train`` or ``evaluation``) and numbers by metric name;
     None stands for NaN or infinity.
     """
-    path = run_dir / "metrics.jsonl"
-    return read_lines(path) if path.exists() else []
+    return read_lines(run_dir / "metrics.jsonl")

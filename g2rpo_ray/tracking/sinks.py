@@ -39,7 +39,9 @@ class JsonLines(Sink):
 
     def __init__(self, path: Path, resume_iteration: int | None) -> None:
         if resume_iteration is not None:
-            drop_lines_from(path, resume_iteration)
+            # The resumed run makes the others again. A crash here leaves the old file or the new.
+            kept = [one for one in read_lines(path) if one["iteration"] < resume_iteration]
+            replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
         elif path.exists() and path.stat().st_size:
             raise TrackingError(
                 f"{path} already holds the metrics of a run; resume that run or choose another "
@@ -138,12 +140,14 @@ class WeightsAndBiases(Sink):
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every record of a ``metrics.jsonl``; a last line that a crash cut short is left out.
+    """Every record of a ``metrics.jsonl``, none while there is no such file.
+
+    A last line that a crash cut short is left out.
 
     Raises:
         TrackingError: a line before the last is not a record.
     """
-    lines = path.read_bytes().splitlines()
+    lines = path.read_bytes().splitlines() if path.exists() else []
     records = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -154,17 +158,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                     f"{path}, line {number}: not a metrics record: {error}"
                 ) from error
     return records
-
-
-def drop_lines_from(path: Path, iteration: int) -> None:
-    """Forget the records of ``iteration`` and later: the resumed run makes them again.
-
-    The file is replaced as a whole, so a crash leaves either the old or the new one.
-    """
-    if not path.exists():
-        return
-    kept = [record for record in read_lines(path) if record["iteration"] < iteration]
-    replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def _parse_record(line: bytes) -> dict[str, Any]:

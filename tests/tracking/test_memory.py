@@ -57,7 +57,6 @@ def test_a_child_is_counted_and_its_peak_is_kept() -> None:
     assert 0.19 < seen - before < 0.3
     assert peak.peak_rss_gib >= seen
     assert peak.pss_gib < before + 0.1, "the child is gone from the last sample"
-    assert peak.unreadable == 0
 
 
 def test_the_thread_samples_by_itself() -> None:
@@ -82,7 +81,7 @@ def test_processes_of_the_ray_session_count_wherever_they_hang(
         assert peak.sample() - before > 0.09
 
 
-def test_a_process_that_may_not_be_read_is_counted(
+def test_a_process_that_may_not_be_read_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(process: psutil.Process) -> None:
@@ -93,15 +92,16 @@ def test_a_process_that_may_not_be_read_is_counted(
     with process_holding(1):
         assert peak.sample() == 0
         peak.sample()
-    assert peak.unreadable == 1
     assert len([r for r in caplog.records if r.name == memory.__name__]) == 1, "said once"
 
 
-def test_a_process_that_vanishes_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_vanishes_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def vanish(process: psutil.Process) -> None:
         raise psutil.NoSuchProcess(process.pid)
 
     peak = PeakMemory()
     monkeypatch.setattr(psutil.Process, "memory_full_info", vanish)
     assert peak.sample() == 0
-    assert peak.unreadable == 0
+    assert not [r for r in caplog.records if r.name == memory.__name__]
