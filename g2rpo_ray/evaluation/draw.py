@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import ray
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.records import Records
-from g2rpo_ray.evaluation.rows import Row, Weights
+from g2rpo_ray.evaluation.rows import Row
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.weights import receipt, trainable_parameters
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
@@ -44,29 +45,30 @@ class Drawing:
         """Draw all ``prompts`` (id, text) for all rows."""
         self._rows, self._prompts = rows, prompts
         self._pictures = self.config.evaluation.pictures_per_prompt
-        self._held: Weights | None = None
+        self._held: Path | None = None
         self._version = 0
         self._report()
         for weights in dict.fromkeys(row.weights for row in rows):
             mine = [row for row in rows if row.weights == weights]
             for row in mine:
-                if row.hybrid is None and self._missing(row):
-                    self._load(weights)
-                    self._draw(row, HeldoutDraw(row.steps, self._pictures))
+                if row.hybrid is None:
+                    self._draw(row)
             self._draw_hybrids([row for row in mine if row.hybrid is not None])
 
-    def _draw(self, row: Row, draw: HeldoutDraw) -> None:
+    def _draw(self, row: Row) -> None:
+        draw = HeldoutDraw(row.steps, self._pictures)
         for prompts in self._chunks(self._missing(row)):
-            self._keep(row, self.pool.evaluate(self._encode(prompts), self._waiting, draw))
+            self._load(row.weights.checkpoint)
+            self._keep(row, self.pool.evaluate(self._encode(prompts), self._report, draw))
 
     def _draw_hybrids(self, rows: Sequence[Row]) -> None:
         # All first parts, then all second parts: weights change twice, not with every prompt.
         latents: dict[str, list[ray.ObjectRef]] = {}
         for row in rows:
             if missing := self._missing(row):
-                self._load(row.weights)
+                self._load(row.weights.checkpoint)
                 draw = HeldoutDraw(row.steps, self._pictures, last=row.hybrid_switch)
-                latents[row.name] = self.pool.walk(self._encode(missing), self._waiting, draw)
+                latents[row.name] = self.pool.walk(self._encode(missing), self._report, draw)
         for row in rows:
             if row.name in latents:
                 self._load(None)
@@ -75,7 +77,7 @@ class Drawing:
                 for chunk in self._chunks(started):
                     prompts, starts = zip(*chunk, strict=True)
                     encoded = self._encode(prompts)
-                    self._keep(row, self.pool.evaluate(encoded, self._waiting, draw, starts))
+                    self._keep(row, self.pool.evaluate(encoded, self._report, draw, starts))
 
     def _keep(self, row: Row, results: Sequence[HeldoutPictures]) -> None:
         self.records.add(row.name, results)
@@ -98,23 +100,20 @@ class Drawing:
                 self.encoded[number] = self.encoder.encode.remote(number, text)
         return [self.encoded[number] for number, _ in prompts]
 
-    def _load(self, weights: Weights | None) -> None:
-        """Bring weights to every worker, verified; None or no checkpoint is the base model."""
-        held = self._held.checkpoint if self._held else None
-        wanted = weights.checkpoint if weights else None
-        if held == wanted:
+    def _load(self, checkpoint: Path | None) -> None:
+        """Bring weights to every worker, verified; None is the base model, as at the start."""
+        if checkpoint == self._held:
             return
-        tensors = base_weights(self.config) if wanted is None else weights_in(self.config, wanted)
+        config = self.config
+        tensors = weights_in(config, checkpoint) if checkpoint else base_weights(config)
         self._version += 1
         references = ray.put(receipt(self._version, tensors)), ray.put(tensors)
-        timeout_s = self.config.weight_sync.timeout_s
+        timeout_s = config.weight_sync.timeout_s
         self.pool.sync(StoredWeights(self._version, *references, timeout_s).send)
-        self._held = weights
+        self._held = checkpoint
 
-    def _waiting(self, _done: int, _total: int) -> None:
-        self._report()
-
-    def _report(self) -> None:
+    def _report(self, *_: int) -> None:
+        # What the pool says of its own part, done and total, is left out.
         total = len(self._rows) * len(self._prompts)
         missing = sum(len(self._missing(row)) for row in self._rows)
         self.on_progress(total - missing, total)

@@ -86,11 +86,9 @@ def _cards(rows: Sequence[Row], records: Records) -> Iterator[Card]:
     }
     for number in sorted({number for found in by_row.values() for number in found}):
         shown = [(row, by_row[row.name][number]) for row in rows if number in by_row[row.name]]
-        base = {
-            row.steps: _means(record) for row, record in shown if row.weights.checkpoint is None
-        }
+        base = {row.steps: r.means() for row, r in shown if row.weights.checkpoint is None}
         drawn = [
-            Drawn(_label(row), row.steps, record.files, _means(record), base.get(row.steps, {}))
+            Drawn(_label(row), row.steps, record.files, record.means(), base.get(row.steps, {}))
             for row, record in shown
         ]
         yield Card(number, shown[0][1].prompt, drawn)
@@ -99,10 +97,3 @@ def _cards(rows: Sequence[Row], records: Records) -> Iterator[Card]:
 def _label(row: Row) -> str:
     mixed = "" if row.hybrid is None else f" (hybrid {row.hybrid:g})"
     return f"{row.weights.label}{mixed}"
-
-
-def _means(record: Record) -> Means:
-    return {
-        name: None if None in scores else sum(s for s in scores if s is not None) / len(scores)
-        for name, scores in record.scores.items()
-    }

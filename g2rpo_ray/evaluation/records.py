@@ -33,6 +33,13 @@ class Record:
     scores: dict[str, list[float | None]]
     """Reward name -> score of each picture; None where the scorer gave none."""
 
+    def means(self) -> dict[str, float | None]:
+        """Over the pictures, by reward; None where a picture has no score."""
+        return {
+            name: None if None in scores else float(np.array(scores, np.float64).mean())
+            for name, scores in self.scores.items()
+        }
+
 
 class Records:
     """The records of one evaluation's folder."""
@@ -85,9 +92,7 @@ class Records:
     def prompt_means(self, row: str, reward: str, prompt_ids: Sequence[int]) -> Floats:
         """Mean over a prompt's pictures ``[prompts]``; NaN where a picture has no score."""
         records = self.of_row(row)
-        return np.array(
-            [_mean(records[number].scores[reward]) for number in prompt_ids], dtype=np.float64
-        )
+        return np.array([records[number].means()[reward] for number in prompt_ids], np.float64)
 
     def write_parquet(self, rows: Sequence[Row], rewards: Sequence[str]) -> Path:
         """``scores.parquet``: a line a picture."""
@@ -165,7 +170,3 @@ def write_rows(
 
 def _plain(values: np.ndarray) -> list[float | None]:
     return [float(value) if np.isfinite(value) else None for value in values]
-
-
-def _mean(scores: list[float | None]) -> float:
-    return float(np.mean([np.nan if score is None else score for score in scores]))

@@ -103,13 +103,7 @@ class Predictor:
         self.config, self.card = config, card
         self.costs = table.of(card)
         self.size: PolicySize = policy_size(config)
-        self.notes: list[str] = [f"policy: {self.size.source}"]
-        if self.config.model.dtype != self.costs.reference.dtype:
-            self.notes.append(
-                f"costs of {card} were measured in {self.costs.reference.dtype}, the run computes "
-                f"in {config.model.dtype}: times are not comparable"
-            )
-        self.notes += self._not_counted()
+        self.notes = [f"policy: {self.size.source}", *self._caveats()]
         self.rewards = {name: self._reward(name, table) for name in sorted(config.rewards)}
 
     @cached_property
@@ -269,21 +263,21 @@ class Predictor:
         cost = reward.costs.pass_cost(scorer_pass_name(reward.settings.kind))
         return cost.time_s(passes, pictures * reward.size.image.tflop)
 
-    def _not_counted(self) -> list[str]:
-        """What the settings ask for and the times leave out."""
-        learner = self.config.learner
+    def _caveats(self) -> list[str]:
+        """What the settings ask for and the times leave out or take from elsewhere."""
+        model, learner, measured = self.config.model, self.config.learner, self.costs.reference
         notes = {
-            "learner.offload_optimizer: gradients on their way to the host": (
-                learner.offload_optimizer and "gradients_to_host" not in self.costs.rates
-            ),
-            "learner.offload_parameters: weights on their way to the card": (
-                learner.offload_parameters
+            f"costs of {self.card} were measured in {measured.dtype}, the run computes in "
+            f"{model.dtype}: times are not comparable": model.dtype != measured.dtype,
+            "learner.offload_optimizer: gradients on their way to the host take time that is not "
+            "counted": learner.offload_optimizer and "gradients_to_host" not in self.costs.rates,
+            "learner.offload_parameters: weights on their way to the card take time that is not "
+            "counted": learner.offload_parameters,
+            "model.trained_modules: a learner pass is counted as one of all weights": (
+                model.trained_modules is not None
             ),
         }
-        found = [f"{what} take time that is not counted" for what, asked in notes.items() if asked]
-        if self.config.model.trained_modules is not None:
-            found.append("model.trained_modules: a learner pass is counted as one of all weights")
-        return found
+        return [note for note, holds in notes.items() if holds]
 
     def _as_rollout(self, plain: PassName, compiled: PassName) -> PassName:
         """The pass as the rollout runs it: compiled on a card, if it is not told otherwise."""
