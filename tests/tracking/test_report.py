@@ -195,13 +195,15 @@ def test_settings_of_another_version_are_listed_without_arithmetic(tmp_path: Pat
     assert "size: 64" in page.text
 
 
-def test_templates_travel_with_the_package() -> None:
+def test_templates_and_tables_travel_with_the_package() -> None:
     root = Path(__file__).parents[2]
     packed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {path.parent.relative_to(root) for path in root.glob("g2rpo_ray/**/templates/*")}
     assert folders
     for folder in folders:
         assert "templates/*" in packed["package-data"][".".join(folder.parent.parts)]
+    # The names of the metrics are read from it.
+    assert "*.md" in packed["package-data"]["g2rpo_ray.tracking"]
 
 
 @pytest.mark.parametrize(
