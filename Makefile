@@ -6,6 +6,9 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 CONFIG ?= configs/quickstart.yaml
 
+# Tests of a file run in one process, on one cluster. A card is for one test at a time.
+PARALLEL ?= $(if $(wildcard /dev/nvidia0),,-n 2 --dist loadfile --no-loadscope-reorder)
+
 .PHONY: help quickstart test test-long lint format clean constraints
 
 help:  ## show this list
@@ -15,7 +18,7 @@ quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machi
 	$(BIN)/g2rpo train $(CONFIG) run_dir=$(RUN) $(ARGS)
 
 test: $(VENV)/.installed-dev lint  ## lint, type-check and run the tests of CI (ARGS='-k rollout' for some)
-	$(BIN)/pytest -m "not long" $(ARGS)
+	$(BIN)/pytest -m "not long" $(PARALLEL) $(ARGS)
 
 test-long: $(VENV)/.installed-dev  ## whole clusters and more whole runs: Slurm, raylets, Prometheus (half an hour)
 	$(BIN)/pytest -m long $(ARGS)

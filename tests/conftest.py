@@ -9,11 +9,21 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are the same code at true size; without a card they are skipped."""
+    """GPU tests are the same code at true size; without a card they are skipped.
+
+    Files that take long come first: in parallel, none of them is then alone at the end.
+    """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA card here"))
+    long = {item.path for item in items if _takes_long(item)}
+    items.sort(key=lambda item: item.path not in long)
+
+
+def _takes_long(item: pytest.Item) -> bool:
+    needs_ray = "ray_cluster" in getattr(item, "fixturenames", ())
+    return needs_ray or item.get_closest_marker("slow") is not None
 
 
 @pytest.fixture(scope="session")
