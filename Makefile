@@ -6,8 +6,9 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 CONFIG ?= configs/quickstart.yaml
 
-# Tests of a file run in one process, on one cluster. A card is for one test at a time.
-PARALLEL ?= $(if $(wildcard /dev/nvidia0),,-n 2 --dist loadfile --no-loadscope-reorder)
+# Three processes, on two cores as well: most of the time is waiting. The tests of a file share one,
+# and its Ray cluster. A card is for one test at a time.
+PARALLEL ?= $(if $(wildcard /dev/nvidia0),,-n 3 --dist loadfile --no-loadscope-reorder)
 
 .PHONY: help quickstart test test-long lint format clean constraints
 
