@@ -1,5 +1,6 @@
 """Shared by all tests: small paths, one thread, and one Ray cluster for those that need one."""
 
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,8 +39,11 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A private Ray on this machine; CPUs are only numbers to it."""
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+    # One start at a time: Ray gives up a node that is not there within 30 s.
+    with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
