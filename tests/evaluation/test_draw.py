@@ -1,6 +1,7 @@
 """Drawing with the real sampler on the tiny world, Ray left out: weights, hybrids, going on."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,21 +28,18 @@ STEPS, HYBRID, PICTURES = 4, 0.5, 2
 PROMPTS = [(0, "a red circle left of a green triangle"), (1, "a blue square above a yellow circle")]
 
 
-class LocalSync:
-    """The transport without an object store."""
+@dataclass(frozen=True)
+class LocalWeights:
+    """Stored weights without an object store."""
 
-    def __init__(self, timeout_s: float) -> None:
-        pass
+    version: int
+    receipt: WeightReceipt
+    weights: dict[str, Tensor]
+    timeout_s: float
 
-    def send(
-        self,
-        expected: WeightReceipt,
-        weights: dict[str, Tensor],
-        receivers: Sequence[Peer],
-        version: int,
-    ) -> None:
-        answers = [peer.handle.receive_weights(version, weights) for peer in receivers]
-        verify(expected, receivers, answers)
+    def send(self, receivers: Sequence[Peer]) -> None:
+        answers = [peer.handle.receive_weights(self.version, self.weights) for peer in receivers]
+        verify(self.receipt, receivers, answers)
 
 
 class LocalPool:
@@ -71,7 +69,7 @@ class LocalPool:
 @pytest.fixture(autouse=True)
 def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw_module, "ray", SimpleNamespace(put=lambda value: value))
-    monkeypatch.setattr(draw_module, "ObjectStoreSync", LocalSync)
+    monkeypatch.setattr(draw_module, "StoredWeights", LocalWeights)
     # One prompt between two writes.
     monkeypatch.setattr(draw_module, "PROMPTS_PER_WORKER", 1)
 
