@@ -6,6 +6,10 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 CONFIG ?= configs/quickstart.yaml
 
+# Three processes, on two cores as well: most of the time is waiting. The tests of a file share one,
+# and its Ray cluster.
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+
 .PHONY: help quickstart test test-long lint format clean constraints
 
 help:  ## show this list
@@ -15,7 +19,7 @@ quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machi
 	$(BIN)/g2rpo train $(CONFIG) run_dir=$(RUN) $(ARGS)
 
 test: $(VENV)/.installed-dev lint  ## lint, type-check and run the tests of CI (ARGS='-k rollout' for some)
-	$(BIN)/pytest -m "not long and not gpu" $(ARGS)
+	$(BIN)/pytest -m "not long and not gpu" $(PARALLEL) $(ARGS)
 
 test-long: $(VENV)/.installed-dev  ## whole clusters and more whole runs: Slurm, raylets, Prometheus (half an hour)
 	$(BIN)/pytest -m long $(ARGS)

@@ -1,5 +1,6 @@
 """Shared by all tests: small paths, one thread, and one Ray cluster for those that need one."""
 
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +12,21 @@ from g2rpo_ray.cluster.connect import worker_environment
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests are the same code at true size; without a card they are skipped."""
+    """GPU tests are the same code at true size; without a card they are skipped.
+
+    Files that take long come first: in parallel, none of them is then alone at the end.
+    """
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA card here"))
+    long = {item.path for item in items if _takes_long(item)}
+    items.sort(key=lambda item: item.path not in long)
+
+
+def _takes_long(item: pytest.Item) -> bool:
+    needs_ray = "ray_cluster" in getattr(item, "fixturenames", ())
+    return needs_ray or item.get_closest_marker("slow") is not None
 
 
 @pytest.fixture(scope="session")
@@ -30,15 +41,18 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A private Ray on this machine; CPUs are only numbers to it, and it has no GPU."""
-    ray.init(
-        address="local",
-        num_cpus=8,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": worker_environment(())},
-    )
+    # One start at a time: Ray gives up a node that is not there within 30 s.
+    with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        ray.init(
+            address="local",
+            num_cpus=8,
+            num_gpus=0,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": worker_environment(())},
+        )
     yield
     ray.shutdown()

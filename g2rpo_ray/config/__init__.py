@@ -6,13 +6,13 @@ what is allowed; nothing is corrected silently.
 """
 
 from g2rpo_ray.common.section import ConfigError
-from g2rpo_ray.config.algorithm import FlowGrpoSection, SamplingSection
 from g2rpo_ray.config.cluster import ClusterSection
 from g2rpo_ray.config.files import config_from_dict, load_config, save_config
 from g2rpo_ray.config.learner import LearnerSection
 from g2rpo_ray.config.model import LoraSection, ModelSection
 from g2rpo_ray.config.operation import TrackingSection
 from g2rpo_ray.config.run import Config
+from g2rpo_ray.config.sampling import FlowGrpoSection, SamplingSection
 
 __all__ = [
     "ClusterSection",

@@ -6,18 +6,18 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from g2rpo_ray.common.section import LARGEST_SHARED, Section
-from g2rpo_ray.config.algorithm import (
+from g2rpo_ray.config.cluster import ClusterSection
+from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
+from g2rpo_ray.config.model import ModelSection, PromptsSection
+from g2rpo_ray.config.operation import CheckpointSection, EvaluationSection, TrackingSection
+from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RolloutSection
+from g2rpo_ray.config.sampling import (
     DanceGrpoSection,
     FlowGrpoSection,
     G2rpoSection,
     MixGrpoSection,
     SamplingSection,
 )
-from g2rpo_ray.config.cluster import ClusterSection
-from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
-from g2rpo_ray.config.model import ModelSection, PromptsSection
-from g2rpo_ray.config.operation import CheckpointSection, EvaluationSection, TrackingSection
-from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RolloutSection
 from g2rpo_ray.rewards.section import RewardSection
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 500.0
+LIMIT_S = 900.0
 
 
 @pytest.mark.slow

@@ -28,18 +28,18 @@ STEPS, HYBRID, PICTURES = 4, 0.5, 2
 PROMPTS = [(0, "a red circle left of a green triangle"), (1, "a blue square above a yellow circle")]
 
 
-@dataclass
+@dataclass(frozen=True)
 class LocalWeights:
-    """The transport without an object store."""
+    """Stored weights without an object store."""
 
     version: int
-    expected: WeightReceipt
+    receipt: WeightReceipt
     weights: dict[str, Tensor]
     timeout_s: float
 
     def send(self, receivers: Sequence[Peer]) -> None:
         answers = [peer.handle.receive_weights(self.version, self.weights) for peer in receivers]
-        verify(self.expected, receivers, answers)
+        verify(self.receipt, receivers, answers)
 
 
 class LocalPool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from g2rpo_ray.config import Config, save_config
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240.0
+TIMEOUT_S = 480.0
 
 
 @dataclass

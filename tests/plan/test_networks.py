@@ -124,7 +124,7 @@ def test_both_passes_of_classifier_free_guidance_are_counted(
     assert guided.evaluation.attention == 2 * plain.evaluation.attention
     costs = load_costs().of("H100")
     activations = [
-        learner_memory(config, size, costs, ranks=1, rows=1)["activations or AdamW step"]
+        learner_memory(config, size, costs, ranks=1, rows=64)["activations or AdamW step"]
         for size in (plain, guided)
     ]
     assert activations[1] == pytest.approx(2 * activations[0])

@@ -268,7 +268,7 @@ def test_no_answer_in_time_is_named_with_the_setting_and_costs_the_scorer_nothin
 
 def test_an_answer_that_was_there_in_time_may_be_fetched_late(servers: Servers) -> None:
     servers.score("good before")
-    pending = servers.with_settings(timeout_s=1.0, retries=0).client.submit(
+    pending = servers.with_settings(timeout_s=2.0, retries=0).client.submit(
         7, "good but late", PICTURES, ["single"]
     )
     wait_for_call(servers, "good but late", calls=2)

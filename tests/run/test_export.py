@@ -209,7 +209,9 @@ def test_the_hub_reads_what_kind_of_model_it_is(
     runs: dict[str, Config], tmp_path: Path, form: Form, relation: str
 ) -> None:
     config = runs["lora"]
-    model = config.model.model_copy(update={"path": "models/FLUX.1-dev"})
+    folder = tmp_path / "FLUX.1-dev"
+    folder.symlink_to(resolve_path(config.model.path))
+    model = config.model.model_copy(update={"path": str(folder)})
     info = CheckpointInfo(7, 7, 7, 100, 1.0, trained_kind(model), 0)
     model_card(config.model_copy(update={"model": model}), info, form).save(tmp_path / "README.md")
     head = ModelCard.load(tmp_path / "README.md").data

@@ -1,4 +1,4 @@
-"""How pictures are drawn, and what each algorithm adds to it."""
+"""How pictures are drawn: sizes, steps and noise, and each algorithm's own settings."""
 
 from typing import Literal, Self
 
