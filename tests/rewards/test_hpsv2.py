@@ -131,7 +131,9 @@ def test_a_checkpoint_that_does_not_fit_is_the_packages_own_error(
 
 def test_without_its_python_the_command_that_makes_it_is_named(files: dict[str, Path]) -> None:
     options = {"checkpoint": str(files["checkpoint"]), "python": "/no/bin/python"}
-    with pytest.raises(ScorerError, match=r"/no/bin/python: no such Python; .*rewards\.isolated"):
+    with pytest.raises(
+        ScorerError, match=r"/no/bin/python: no such Python; .*rewards\.scorers\.isolated"
+    ):
         make_scorer("hpsv2", options, "cpu")
 
 

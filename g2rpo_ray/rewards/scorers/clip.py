@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.clip_features import ClipOptions
 from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
@@ -23,8 +22,7 @@ class ClipScorer(RewardScorer):
 
     kind = "clip"
 
-    def __init__(self, options: Section, device: str) -> None:
-        assert isinstance(options, self.Options)
+    def __init__(self, options: Options, device: str) -> None:
         self._features = load_clip_features(
             options.architecture, options.checkpoint, device, options.dtype
         )

@@ -24,8 +24,7 @@ class PythonScorer(RewardScorer):
 
     kind = "python"
 
-    def __init__(self, options: Section, device: str) -> None:
-        assert isinstance(options, self.Options)
+    def __init__(self, options: Options, device: str) -> None:
         module_name, _, class_name = options.target.partition(":")
         try:
             cls = getattr(importlib.import_module(module_name), class_name)

@@ -4,6 +4,7 @@ Its package needs an old transformers; here its checkpoint runs on transformers'
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,11 @@ MAX_TOKENS = 35
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the scores that the published model gave its authors' data."""
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+TEXT_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "layer_norm_eps",
+)  # fmt: skip
+"""What med_config.json tells of the text encoder."""
 UNUSED = ("blip.vision_proj.", "blip.text_proj.")
 """Projections of BLIP's pre-training, which the score does not use."""
 _BLOCK = r"^blip\.visual_encoder\.blocks\.(\d+)\."
@@ -59,10 +65,9 @@ class ImageRewardScorer(RewardScorer):
 
     kind = "image_reward"
 
-    def __init__(self, options: Section, device: str) -> None:
+    def __init__(self, options: Options, device: str) -> None:
         from transformers import AutoTokenizer
 
-        assert isinstance(options, self.Options)
         checkpoint, med_config = resolve_path(options.checkpoint), resolve_path(options.med_config)
         tokenizer_folder = resolve_path(options.tokenizer)
         if not (tokenizer_folder / "tokenizer_config.json").is_file():
@@ -130,14 +135,8 @@ def build_model(state: dict[str, Tensor], text: dict[str, Any], source: Path) ->
         patch = state["vision.embeddings.patch_embedding.weight"].shape[-1]
         inner = state["vision.encoder.layers.0.mlp.fc1.weight"].shape[0]
         text_config = BlipTextConfig(
-            vocab_size=text["vocab_size"],
-            hidden_size=text["hidden_size"],
+            **{name: text[name] for name in TEXT_SIZES},
             encoder_hidden_size=width,
-            intermediate_size=text["intermediate_size"],
-            num_hidden_layers=text["num_hidden_layers"],
-            num_attention_heads=text["num_attention_heads"],
-            max_position_embeddings=text["max_position_embeddings"],
-            layer_norm_eps=text["layer_norm_eps"],
             is_decoder=True,  # transformers' word for "has cross-attention"
         )
     except (KeyError, ValueError) as error:
@@ -151,26 +150,16 @@ def build_model(state: dict[str, Tensor], text: dict[str, Any], source: Path) ->
         patch_size=patch,
         layer_norm_eps=1e-6,
     )
+    # Linear layers by number; the dropout between them is for training.
     layers = {
-        n.split(".")[1]: t.shape for n, t in state.items() if re.match(r"head\.\d+\.weight", n)
+        int(n.split(".")[1]): nn.Linear(tensor.shape[1], tensor.shape[0])
+        for n, tensor in state.items()
+        if re.match(r"head\.\d+\.weight", n)
     }
-    head = nn.ModuleDict({n: nn.Linear(shape[1], shape[0]) for n, shape in layers.items()})
     return nn.ModuleDict(
         {
             "vision": BlipVisionModel(vision_config),
             "text": BlipTextModel(text_config, add_pooling_layer=False),
-            "head": _Chain(head),
+            "head": nn.Sequential(OrderedDict((str(n), layers[n]) for n in sorted(layers))),
         }
     )
-
-
-class _Chain(nn.ModuleDict):
-    """Linear layers by number, one after the other; the dropout between them is for training."""
-
-    def __init__(self, layers: nn.ModuleDict) -> None:
-        super().__init__(dict(sorted(layers.items(), key=lambda item: int(item[0]))))
-
-    def forward(self, values: Tensor) -> Tensor:
-        for layer in self.values():
-            values = layer(values)
-        return values

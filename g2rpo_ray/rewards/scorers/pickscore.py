@@ -9,8 +9,8 @@ from torch import Tensor
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers.checkpoint_file import refuse_misfits
 from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures, ClipOptions
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
 
@@ -29,10 +29,9 @@ class PickscoreScorer(RewardScorer):
 
     kind = "pickscore"
 
-    def __init__(self, options: Section, device: str) -> None:
+    def __init__(self, options: Options, device: str) -> None:
         from transformers import AutoTokenizer
 
-        assert isinstance(options, self.Options)
         folder = resolve_path(options.path)
         missing = [name for name in NEEDED if not (folder / name).is_file()]
         if missing:
@@ -73,14 +72,7 @@ def _load_model(folder: Path) -> Any:
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ScorerError(f"{folder}: cannot be loaded as a CLIPModel: {error}") from error
-    problems = {
-        what: sorted(map(str, info[key]))
-        for what, key in (("missing", "missing_keys"), ("unexpected", "unexpected_keys"))
-        if info[key]
-    }
-    if problems:
-        listed = "; ".join(f"{len(k)} {what}: {', '.join(k[:5])}" for what, k in problems.items())
-        raise ScorerError(f"{folder}: does not fit the architecture: {listed}")
+    refuse_misfits(folder, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
     return model
 
 

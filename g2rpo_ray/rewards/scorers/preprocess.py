@@ -92,6 +92,7 @@ class HpsPreprocess:
 
     def __call__(self, images: Tensor) -> Tensor:
         """float32 ``[B, 3, H, W]`` of 0 to 255 -> float32 ``[B, 3, size, size]``."""
+        from open_clip.transform import center_crop_or_pad
         from torchvision.transforms import functional
 
         images = images / 255
@@ -101,7 +102,5 @@ class HpsPreprocess:
         if resized != [height, width]:
             bicubic = functional.InterpolationMode.BICUBIC
             images = functional.resize(images, resized, bicubic, antialias=True)
-        missing_height, missing_width = self.size - resized[0], self.size - resized[1]
-        left, top = missing_width // 2, missing_height // 2
-        images = functional.pad(images, [left, top, missing_width - left, missing_height - top])
+        images = center_crop_or_pad(images, [self.size, self.size])
         return functional.normalize(images, list(self.mean), list(self.std))
