@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,13 +146,6 @@ def reward_servers(
             # Not serve.shutdown(): somebody else's applications may be served here, too.
             for app in names.values():
                 serve.delete(app)
-
-
-def replicas(handles: Mapping[str, DeploymentHandle]) -> int:
-    """Replicas of all rewards that run now."""
-    apps = serve.status().applications
-    deployments = [apps[h.app_name].deployments[h.deployment_name] for h in handles.values()]
-    return sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
 
 
 def _deployment(name: str, reward: RewardSection) -> serve.Application:

@@ -49,13 +49,12 @@ class PickscoreScorer(RewardScorer):
             features: Tensor = model.get_text_features(ids, attention_mask=mask).pooler_output[0]
             return features
 
-        def encode_image(images: Tensor) -> Tensor:
-            features: Tensor = model.get_image_features(images).pooler_output
-            return features
-
-        preprocess = read_preprocess(folder / "preprocessor_config.json")
         self._features = ClipFeatures(
-            encode_image, encode_text, preprocess, torch.device(device), DTYPES[options.dtype]
+            lambda images: model.get_image_features(images).pooler_output,
+            encode_text,
+            read_preprocess(folder / "preprocessor_config.json"),
+            torch.device(device),
+            DTYPES[options.dtype],
         )
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
