@@ -58,9 +58,7 @@ def _examine_cluster(
     probes = {name: probes[name] for name in facts}
     if not probes:
         return findings
-    findings += check_versions(facts)
-    findings += check_hardware(nodes, facts)
-    findings += check_limits(facts)
+    findings += [*check_versions(facts), *check_hardware(nodes, facts), *check_limits(facts)]
     dashboard_url = ray._private.worker.global_worker.node.webui_url
     checks: list[Callable[[], list[Finding]]] = [
         lambda: check_clock(probes),

@@ -57,11 +57,13 @@ def judge_digests(found: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
 def model_problems(config: Config) -> list[str]:
     """What is missing or broken of the model and of the rewards' files."""
+    rewards = _reward_paths(config).items()
+    absent = [f"{name}: {path} is not there" for name, path in rewards if not path.exists()]
     try:
         folder = check_model(config)
     except ModelFolderError as error:
-        return [str(error), *_reward_problems(config)]
-    return [*_missing_shards(folder), *_wrong_sums(folder), *_reward_problems(config)]
+        return [str(error), *absent]
+    return [*_missing_shards(folder), *_wrong_sums(folder), *absent]
 
 
 def digests(config: Config) -> dict[str, str]:
@@ -103,14 +105,6 @@ def _wrong_sums(folder: Path) -> list[str]:
             elif sha256_of_file(file) != expected:
                 problems.append(f"{file}: its checksum is not the one in {sums}")
     return problems
-
-
-def _reward_problems(config: Config) -> list[str]:
-    return [
-        f"{setting}: {path} is not there"
-        for setting, path in _reward_paths(config).items()
-        if not path.exists()
-    ]
 
 
 def _reward_paths(config: Config) -> dict[str, Path]:

@@ -17,8 +17,6 @@ class AestheticScorer(ClipScorer):
     """LAION's predictors: about 1 to 10, higher is prettier."""
 
     class Options(ClipScorer.Options):
-        """Settings of the ``aesthetic`` scorer."""
-
         head: str
         """Weights of the head: one linear layer (``weight``, ``bias``), or several by number
         (``layers.0.weight``, ...) with nothing but dropout between them, as LAION's MLP. LAION's

@@ -13,8 +13,6 @@ class ClipScorer(RewardScorer):
     """Cosine of image and caption under an open_clip model from a local folder."""
 
     class Options(ClipOptions):
-        """Settings of the ``clip`` scorer."""
-
         architecture: str
         """``local-dir:FOLDER`` with open_clip_config.json and weights, or an open_clip name."""
         checkpoint: str | None = None

@@ -11,8 +11,6 @@ class HpsScorer(ClipScorer):
     """Cosine of normalised features with HPSv2's own preprocessing."""
 
     class Options(ClipScorer.Options):
-        """Settings of the ``hps`` scorer."""
-
         checkpoint: str
         """``HPS_v2.1_compressed.pt`` or another file of ``{'state_dict': ...}``."""
         architecture: str = "ViT-H-14"

@@ -28,8 +28,6 @@ class Hpsv2Scorer(RewardScorer):
     """``hpsv2.img_score.score`` in a child process; one that fails is started anew when asked."""
 
     class Options(Section):
-        """Settings of the ``hpsv2`` scorer."""
-
         python: str
         """The environment's Python; ``python -m g2rpo_ray.rewards.scorers.isolated hpsv2 FOLDER``
         makes the environment and prints this path."""

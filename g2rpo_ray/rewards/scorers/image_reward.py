@@ -7,17 +7,16 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
-from g2rpo_ray.rewards.scorers.clip_features import DTYPES
+from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipOptions
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
 
 MAX_TOKENS = 35
@@ -49,19 +48,15 @@ RENAMED = [
 
 
 class ImageRewardScorer(RewardScorer):
-    """About -2 to 2; 0 is the mean of the published model's data."""
+    """About -2 to 2; 0 is the mean of the published model's data. The head computes in float32."""
 
-    class Options(Section):
-        """Settings of the ``image_reward`` scorer."""
-
+    class Options(ClipOptions):
         checkpoint: str
         """``ImageReward.pt``, or the same tensors in a safetensors file."""
         med_config: str
         """``med_config.json`` that lies beside it: the text encoder's sizes."""
         tokenizer: str
         """Folder with BERT's tokenizer (``bert-base-uncased``)."""
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-        """What both encoders compute in; the head computes in float32."""
 
     kind = "image_reward"
 

@@ -21,8 +21,6 @@ class PickscoreScorer(RewardScorer):
     """Cosine of picture and caption; papers report it as it is (.23) or times about 100."""
 
     class Options(ClipOptions):
-        """Settings of the ``pickscore`` scorer."""
-
         path: str
         """Folder of a transformers CLIPModel, with its tokenizer and preprocessor_config.json
         (PickScore's own folder lacks the two: put those of CLIP-ViT-H-14-laion2B beside it)."""

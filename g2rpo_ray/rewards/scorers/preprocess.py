@@ -11,8 +11,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-ResizeMode = Literal["shortest", "longest", "squash"]
-
 
 def to_device(pictures: Tensor, device: torch.device) -> Tensor:
     """uint8 ``[B, H, W, 3]`` on the CPU -> float32 ``[B, 3, H, W]``, 0 to 255, on the device."""
@@ -30,7 +28,7 @@ class ClipPreprocess:
     """Height and width that the tower takes."""
     mean: Sequence[float]
     std: Sequence[float]
-    resize_mode: ResizeMode = "shortest"
+    resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
     """Which side is fitted before the centre is cut out, or both (``squash``)."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     fill: int = 0
