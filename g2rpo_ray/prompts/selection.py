@@ -40,7 +40,8 @@ def select(prompts: Sequence[str], selection: Selection) -> Selected:
     Raises:
         SelectionError: nothing is left, a language is unknown, or its package is missing.
     """
-    kept, left_out = list(prompts), dict[str, int]()
+    kept = list(prompts)
+    left_out: dict[str, int] = {}
 
     def keep(reason: str, texts: Iterable[str]) -> None:
         nonlocal kept
