@@ -163,7 +163,7 @@ def _dataset_files(folder: Path) -> list[Path]:
     parquet, lines = (sorted(folder.rglob(f"*.{suffix}")) for suffix in ("parquet", "jsonl"))
     first_of: dict[str, Path] = {}
     for file in (path.relative_to(folder) for path in parquet + lines):
-        if split := _split_of(file):
+        if (split := _split_of(file)) is not None:
             first_of.setdefault(split, file)
     if len(first_of) > 1:
         found = ", ".join(f"{split} ({file})" for split, file in sorted(first_of.items()))
