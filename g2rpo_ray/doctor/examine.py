@@ -18,7 +18,7 @@ from g2rpo_ray.doctor.checks.services import check_services
 from g2rpo_ray.doctor.checks.storage import check_storage
 from g2rpo_ray.doctor.checks.versions import check_versions
 from g2rpo_ray.doctor.findings import Finding, fail, ok
-from g2rpo_ray.doctor.probe import ask, name_of, start_probes
+from g2rpo_ray.doctor.probe import ask, name_of, node_facts, start_probe
 
 
 def examine(config: Config | None) -> list[Finding]:
@@ -48,20 +48,17 @@ def _examine_cluster(
     ]
     if config:
         findings += check_room(config, list(nodes.values()))
-    probes = start_probes(list(nodes.values()))
-    facts, silent = ask(
-        {name: probe.facts.remote() for name, probe in probes.items()},
-        "nodes",
+    probes = {name: start_probe(node) for name, node in nodes.items()}
+    remedy = (
         "that node's Python must import g2rpo_ray and what it needs: install the same image or "
-        "environment there, or send the code with the job (ray job submit --working-dir)",
+        "environment there, or send the code with the job (ray job submit --working-dir)"
     )
+    facts, silent = ask(probes, "nodes", remedy, node_facts)
     findings += silent
     probes = {name: probes[name] for name in facts}
     if not probes:
         return findings
-    findings += check_versions(facts)
-    findings += check_hardware(nodes, facts)
-    findings += check_limits(facts)
+    findings += [*check_versions(facts), *check_hardware(nodes, facts), *check_limits(facts)]
     dashboard_url = ray._private.worker.global_worker.node.webui_url
     checks: list[Callable[[], list[Finding]]] = [
         lambda: check_clock(probes),

@@ -1,15 +1,13 @@
-"""NodeProbe: an actor on each node that tells what the node is like."""
+"""Probe: an actor on a node, which runs what a check asks for; and what a node says of itself."""
 
 import hashlib
-import os
 import resource
 import shutil
 import subprocess
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -19,11 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import g2rpo_ray
 from g2rpo_ray.cluster.demand import Node
-from g2rpo_ray.config import Config
-from g2rpo_ray.doctor.files import digests, model_problems
 from g2rpo_ray.doctor.findings import Finding, fail
 from g2rpo_ray.run.versions import versions
 
+T = TypeVar("T")
 ANSWER_TIMEOUT_S = 120.0
 """A node that does not answer within this time is a finding. Starting an actor imports torch."""
 
@@ -53,63 +50,21 @@ class NodeFacts:
     open_files: int
 
 
-class NodeProbe:
-    """Runs on one node; every method ends soon."""
+class Probe:
+    """Runs on one node."""
 
-    def facts(self) -> NodeFacts:
-        memory = psutil.virtual_memory()
-        return NodeFacts(
-            versions=versions() | {"cuda": torch.version.cuda or "none"},
-            source=_source_digest(),
-            gpus=_gpus(),
-            memory_gib=memory.total / 2**30,
-            memory_free_gib=memory.available / 2**30,
-            shm_gib=shutil.disk_usage("/dev/shm").total / 2**30,
-            object_store_gib=_object_store_gib(),
-            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        )
-
-    def now(self) -> float:
-        """This node's clock, in seconds."""
-        return time.time()
-
-    def write(self, file: Path, size_mib: int) -> float:
-        """Write zeros to the disk, and seconds that it took."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        started_s = time.perf_counter()
-        with file.open("wb") as stream:
-            for _ in range(size_mib):
-                stream.write(bytes(2**20))
-            os.fsync(stream.fileno())
-        return time.perf_counter() - started_s
-
-    def names(self, folder: Path) -> list[str]:
-        """Files of a folder, as this node sees them."""
-        # Listing makes a network file system ask its server again.
-        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-    def remove(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def model_problems(self, config: Config) -> list[str]:
-        """What is wrong with the files that roles on this node would load."""
-        return model_problems(config)
-
-    def model_digests(self, config: Config) -> dict[str, str]:
-        """A digest of each of them."""
-        return digests(config)
+    def run(self, function: Callable[..., T], *arguments: object) -> T:
+        """Of a module of this package, which the node imports."""
+        return function(*arguments)
 
 
-def start_probes(nodes: Sequence[Node]) -> dict[str, ActorHandle]:
-    """One probe a node, by the node's name."""
-    probe = ray.remote(NodeProbe)
-    return {
-        name_of(node): probe.options(
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
-        ).remote()
-        for node in nodes
-    }
+def start_probe(node: Node, gpus: int = 0) -> ActorHandle:
+    """A probe on that node, with so many of its cards."""
+    here = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    probe: ActorHandle = (
+        ray.remote(Probe).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=here).remote()
+    )
+    return probe
 
 
 def name_of(node: Node) -> str:
@@ -118,9 +73,15 @@ def name_of(node: Node) -> str:
 
 
 def ask(
-    refs: dict[str, ray.ObjectRef], check: str, remedy: str, timeout_s: float = ANSWER_TIMEOUT_S
+    probes: Mapping[str, ActorHandle],
+    check: str,
+    remedy: str,
+    function: Callable[..., Any],
+    *arguments: object,
+    timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> tuple[dict[str, Any], list[Finding]]:
-    """Answers by node, and a finding for each node that gave none."""
+    """What a function gives on each node, and a finding for each node that gave nothing."""
+    refs = {name: probe.run.remote(function, *arguments) for name, probe in probes.items()}
     done, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
     answers, findings = {}, []
     for name, ref in refs.items():
@@ -135,6 +96,21 @@ def ask(
             cause = str(error).strip().splitlines()[-1]
             findings.append(fail(check, f"{name}: {cause}", remedy))
     return answers, findings
+
+
+def node_facts() -> NodeFacts:
+    """Of the node where it is called."""
+    memory = psutil.virtual_memory()
+    return NodeFacts(
+        versions=versions() | {"cuda": torch.version.cuda or "none"},
+        source=_source_digest(),
+        gpus=_gpus(),
+        memory_gib=memory.total / 2**30,
+        memory_free_gib=memory.available / 2**30,
+        shm_gib=shutil.disk_usage("/dev/shm").total / 2**30,
+        object_store_gib=_object_store_gib(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
 
 
 def _source_digest() -> str:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from g2rpo_ray.common.files import sha256_of_file
+from g2rpo_ray.common.files import replace_text, sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.conditioning import Conditioning
@@ -87,10 +87,8 @@ def stacked(prompts: Sequence[Conditioning]) -> dict[str, Tensor]:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """The last file of a folder, written whole or not at all."""
-    temporary = folder / f".{MANIFEST}.writing"
     content = {"format": FORMAT} | asdict(manifest)
-    temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
-    temporary.rename(folder / MANIFEST)
+    replace_text(folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False))
 
 
 class Embeddings:
@@ -114,12 +112,9 @@ class Embeddings:
             raise PromptFileError(
                 f"{table}: missing or damaged (SHA-256 differs from {MANIFEST}); {_AGAIN}"
             )
-        columns = pq.read_table(table).to_pydict()
         self._places = {
-            text: (shard, row, checksum)
-            for text, shard, row, checksum in zip(
-                *(columns[name] for name in ("text", "shard", "row", "checksum")), strict=True
-            )
+            row["text"]: (row["shard"], row["row"], row["checksum"])
+            for row in pq.read_table(table).to_pylist()
         }
 
     def check_encoder(self, config: Config) -> None:

@@ -1,6 +1,6 @@
 """Which prompts are kept: without doubles, of a length, in a language."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from g2rpo_ray.common.errors import InputError
@@ -40,32 +40,28 @@ def select(prompts: Sequence[str], selection: Selection) -> Selected:
     Raises:
         SelectionError: nothing is left, a language is unknown, or its package is missing.
     """
+    kept = list(prompts)
     left_out: dict[str, int] = {}
 
-    def keep(reason: str, texts: Sequence[str], wanted: Callable[[str], bool]) -> list[str]:
-        kept = [text for text in texts if wanted(text)]
-        if len(kept) < len(texts):
-            left_out[reason] = len(texts) - len(kept)
-        return kept
+    def keep(reason: str, texts: Iterable[str]) -> None:
+        nonlocal kept
+        before, kept = kept, list(texts)
+        if len(kept) < len(before):
+            left_out[reason] = len(before) - len(kept)
 
-    kept = list(prompts)
     if selection.dedup:
-        seen: set[str] = set()
-
-        def is_new(text: str) -> bool:
-            plain = " ".join(text.casefold().split())
-            return plain not in seen and not seen.add(plain)  # type: ignore[func-returns-value]
-
-        kept = keep("double", kept, is_new)
-    kept = keep("shorter", kept, lambda text: len(text) >= selection.min_characters)
-    longest = selection.max_characters
-    kept = keep("longer", kept, lambda text: longest is None or len(text) <= longest)
+        first: dict[str, str] = {}
+        for text in kept:
+            first.setdefault(" ".join(text.casefold().split()), text)
+        keep("double", first.values())
+    keep("shorter", (text for text in kept if len(text) >= selection.min_characters))
+    if (longest := selection.max_characters) is not None:
+        keep("longer", (text for text in kept if len(text) <= longest))
     if selection.languages:
         language_of = _identifier(selection.languages)
-        kept = keep("other language", kept, lambda t: language_of(t) in selection.languages)
-    if selection.limit is not None and selection.limit < len(kept):
-        left_out["over the limit"] = len(kept) - selection.limit
-        kept = evenly(kept, selection.limit)
+        keep("other language", (t for t in kept if language_of(t) in selection.languages))
+    if selection.limit is not None:
+        keep("over the limit", evenly(kept, selection.limit))
     if not kept:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise SelectionError(f"no prompt of {len(prompts)} is left: {reasons}")

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,15 +15,11 @@ MANIFEST = "manifest.json"
 """What a folder of embeddings is known by."""
 PROMPTS_FILE = "prompts.parquet"
 """The texts of a folder of embeddings."""
-SPLITS = {
-    word: split
-    for split, words in {
-        "train": ("train", "training"),
-        "validation": ("validation", "valid", "val", "dev"),
-        "test": ("test", "testing", "eval", "evaluation"),
-    }.items()
-    for word in words
-}
+SPLITS = (
+    dict.fromkeys(("train", "training"), "train")
+    | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+    | dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
+)
 """Word in the name of a file or folder -> the split it means, as the hub reads them."""
 
 
@@ -77,22 +73,22 @@ def _entries(path: Path, key: str) -> Iterator[tuple[str, str]]:
     """(place in words, text) of every prompt."""
     if path.is_dir():
         for file in _dataset_files(path):
-            yield from _arrow(file, key) if file.suffix == ".arrow" else _entries(file, key)
+            yield from _rows(file, key) if file.suffix == ".arrow" else _entries(file, key)
     elif path.suffix == ".jsonl":
         yield from _json_lines(path, key)
     elif path.suffix == ".parquet":
-        yield from _parquet(path, key)
+        yield from _rows(path, key)
     else:
-        for place, text in _lines(path):
-            if text:
-                yield place, text
+        yield from _lines(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Lines that are not empty."""
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         place = f"{path}, line {number}"
         try:
-            yield place, line.decode("utf-8").strip().removeprefix("\ufeff")
+            if text := line.decode("utf-8").strip().removeprefix("\ufeff"):
+                yield place, text
         except UnicodeDecodeError as error:
             raise PromptFileError(
                 f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to "
@@ -102,8 +98,6 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 def _json_lines(path: Path, key: str) -> Iterator[tuple[str, str]]:
     for place, line in _lines(path):
-        if not line:
-            continue
         try:
             entry = json.loads(line)
         except ValueError as error:
@@ -118,41 +112,26 @@ def _json_lines(path: Path, key: str) -> Iterator[tuple[str, str]]:
         yield place, _text(entry[key], f"{place}, key {key!r}")
 
 
-def _parquet(path: Path, key: str) -> Iterator[tuple[str, str]]:
+def _rows(path: Path, key: str) -> Iterator[tuple[str, str]]:
+    """Of a parquet file's column (a file may hold pictures, too), or of an Arrow stream's."""
     try:
-        with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            _require_column(path, key, names)
-            batches = (batch.column(0) for batch in file.iter_batches(columns=[key]))
-            yield from _rows(path, key, batches)
+        if path.suffix == ".parquet":
+            with pq.ParquetFile(path) as file:
+                names, table = file.schema_arrow.names, file.read(columns=[key])
+        else:
+            with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+                names, table = stream.schema.names, stream.read_all()
     except pa.ArrowInvalid as error:
-        raise PromptFileError(f"{path}: damaged or no parquet file: {error}") from error
-
-
-def _arrow(path: Path, key: str) -> Iterator[tuple[str, str]]:
-    try:
-        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
-            _require_column(path, key, stream.schema.names)
-            yield from _rows(path, key, (batch.column(key) for batch in stream))
-    except pa.ArrowInvalid as error:
-        raise PromptFileError(f"{path}: damaged or no Arrow stream: {error}") from error
-
-
-def _rows(path: Path, key: str, batches: Iterable[pa.Array]) -> Iterator[tuple[str, str]]:
-    number = 0
-    for batch in batches:
-        for value in batch:
-            number += 1
-            place = f"{path}, row {number}"
-            yield place, _text(value.as_py(), f"{place}, column {key!r}")
-
-
-def _require_column(path: Path, key: str, names: list[str]) -> None:
+        kind = "parquet file" if path.suffix == ".parquet" else "Arrow stream"
+        raise PromptFileError(f"{path}: damaged or no {kind}: {error}") from error
     if key not in names:
         raise PromptFileError(
             f"{path}: no column {key!r}; it has {', '.join(names)} (prompts.key names the one with "
             "the text)"
         )
+    for number, value in enumerate(table.column(key), start=1):
+        place = f"{path}, row {number}"
+        yield place, _text(value.as_py(), f"{place}, column {key!r}")
 
 
 def _text(value: object, place: str) -> str:
@@ -180,10 +159,17 @@ def _dataset_files(folder: Path) -> list[Path]:
         )
     state = folder / "state.json"
     if state.is_file():
-        listed = read_json_object(state, PromptFileError).get("_data_files", [])
-        return _named_files(folder, listed)
+        return _named_files(state)
     parquet, lines = (sorted(folder.rglob(f"*.{suffix}")) for suffix in ("parquet", "jsonl"))
-    _refuse_mixed_splits(folder, parquet + lines)
+    first_of: dict[str, Path] = {}
+    for file in (path.relative_to(folder) for path in parquet + lines):
+        if (split := _split_of(file)) is not None:
+            first_of.setdefault(split, file)
+    if len(first_of) > 1:
+        found = ", ".join(f"{split} ({file})" for split, file in sorted(first_of.items()))
+        raise PromptFileError(
+            f"{folder}: files of the splits {found}; name one file, or a folder with one split"
+        )
     if parquet or lines:
         return parquet or lines
     raise PromptFileError(
@@ -192,34 +178,20 @@ def _dataset_files(folder: Path) -> list[Path]:
     )
 
 
-def _named_files(folder: Path, entries: object) -> list[Path]:
+def _named_files(state: Path) -> list[Path]:
     """The files that a dataset's state.json lists."""
+    entries = read_json_object(state, PromptFileError).get("_data_files", [])
     try:
-        files = [folder / entry["filename"] for entry in entries]  # type: ignore[attr-defined]
+        files = [state.parent / entry["filename"] for entry in entries]
     except (TypeError, KeyError) as error:
         raise PromptFileError(
-            f"{folder / 'state.json'}: _data_files is {entries!r:.60}; expected a list of "
-            "{'filename': ...}, as datasets' save_to_disk writes it"
+            f"{state}: _data_files is {entries!r:.60}; expected a list of {{'filename': ...}}, as "
+            "datasets' save_to_disk writes it"
         ) from error
     for file in files:
         if not file.is_file():
-            raise PromptFileError(f"{file}: missing; {folder / 'state.json'} names it")
+            raise PromptFileError(f"{file}: missing; {state} names it")
     return files
-
-
-def _refuse_mixed_splits(folder: Path, files: list[Path]) -> None:
-    first_of: dict[str, Path] = {}
-    for file in files:
-        split = _split_of(file.relative_to(folder))
-        if split is not None:
-            first_of.setdefault(split, file)
-    if len(first_of) > 1:
-        found = ", ".join(
-            f"{split} ({file.relative_to(folder)})" for split, file in sorted(first_of.items())
-        )
-        raise PromptFileError(
-            f"{folder}: files of the splits {found}; name one file, or a folder with one split"
-        )
 
 
 def _split_of(path: Path) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 import torch
+from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
-from g2rpo_ray.rewards.server import ScoreAnswer, ScoreRequest, replicas
+from g2rpo_ray.rewards.server import ScoreAnswer, ScoreRequest
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 """Before a request is sent again; doubled each time."""
@@ -39,7 +40,12 @@ class RewardClient:
 
     def replicas(self) -> int:
         """Replicas of all rewards that run now."""
-        return replicas(self.handles)
+        apps = serve.status().applications
+        deployments = [
+            apps[handle.app_name].deployments[handle.deployment_name]
+            for handle in self.handles.values()
+        ]
+        return sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
 
     def submit(
         self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]

@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,21 +75,17 @@ class RewardServer:
             return self._answers(requests)
 
     def _answers(self, requests: list[ScoreRequest]) -> list[ScoreAnswer | ScorerError]:
-        if len(requests) == 1 or len({request.pictures.shape[1:] for request in requests}) > 1:
-            return [self._answer(request.pictures, [request.prompt]) for request in requests]
-        sizes = [len(request.pictures) for request in requests]
-        merged = torch.cat([request.pictures for request in requests])
-        prompts = [r.prompt for r, size in zip(requests, sizes, strict=True) for _ in range(size)]
-        answer = self._answer(merged, prompts)
-        if isinstance(answer, ScorerError) or not answer.scores.isfinite().all():
-            # One bad request must not fail those it met, nor leave NaN in a pass they shared.
-            return [self._answer(request.pictures, [request.prompt]) for request in requests]
-        parts = answer.scores.split(sizes)
-        return [replace(answer, scores=part) for part in parts]
+        pictures = [request.pictures for request in requests]
+        prompts = [[request.prompt] * len(request.pictures) for request in requests]
+        if len(requests) > 1 and len({part.shape[1:] for part in pictures}) == 1:
+            answer = self._answer(torch.cat(pictures), [*chain(*prompts)])
+            if isinstance(answer, ScoreAnswer) and answer.scores.isfinite().all():
+                parts = answer.scores.split([len(part) for part in pictures])
+                return [replace(answer, scores=part) for part in parts]
+        # One bad request must not fail those it met, nor leave NaN in a pass they shared.
+        return [self._answer(*request) for request in zip(pictures, prompts, strict=True)]
 
     def _answer(self, pictures: Tensor, prompts: list[str]) -> ScoreAnswer | ScorerError:
-        if len(prompts) == 1:
-            prompts = prompts * len(pictures)
         started_s = time.perf_counter()
         size = len(pictures) if self._scorer.compares_pictures else self._reward.batch_size
         parts = []
@@ -146,13 +143,6 @@ def reward_servers(
             # Not serve.shutdown(): somebody else's applications may be served here, too.
             for app in names.values():
                 serve.delete(app)
-
-
-def replicas(handles: Mapping[str, DeploymentHandle]) -> int:
-    """Replicas of all rewards that run now."""
-    apps = serve.status().applications
-    deployments = [apps[h.app_name].deployments[h.deployment_name] for h in handles.values()]
-    return sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
 
 
 def _deployment(name: str, reward: RewardSection) -> serve.Application:

@@ -26,8 +26,8 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.loading import DTYPES, check_model, on_meta
 from g2rpo_ray.prompts.embeddings import Manifest, ShardFile, encoder_fingerprint, write_manifest
+from g2rpo_ray.prompts.encoder import ShardEncoder
 from g2rpo_ray.prompts.selection import Selected, Selection, select
-from g2rpo_ray.prompts.shards import ShardEncoder
 from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, read_prompts
 
 PLAN, FINISHED = "plan.json", "finished.jsonl"

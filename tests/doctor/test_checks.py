@@ -13,12 +13,11 @@ from g2rpo_ray.config import load_config
 from g2rpo_ray.doctor.checks.clock import judge_clock
 from g2rpo_ray.doctor.checks.hardware import check_hardware
 from g2rpo_ray.doctor.checks.limits import check_limits
-from g2rpo_ray.doctor.checks.models import judge_digests
+from g2rpo_ray.doctor.checks.models import digests, judge_digests, model_problems
 from g2rpo_ray.doctor.checks.room import check_room
 from g2rpo_ray.doctor.checks.secrets import check_secrets
 from g2rpo_ray.doctor.checks.storage import check_space, most_states
 from g2rpo_ray.doctor.checks.versions import check_versions
-from g2rpo_ray.doctor.files import digests, model_problems
 from g2rpo_ray.doctor.findings import Finding, Level, as_json, as_text, fail, ok, warn, worst
 from g2rpo_ray.doctor.probe import Gpu, NodeFacts
 from tests.tiny import QUICKSTART, copy_flux, tiny_config

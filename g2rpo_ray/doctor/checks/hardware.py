@@ -14,7 +14,11 @@ def check_hardware(nodes: Mapping[str, Node], facts: Mapping[str, NodeFacts]) ->
     """One finding a node, or several where something is odd."""
     findings = []
     for name, fact in facts.items():
-        findings += [*_gpus(name, nodes[name], fact), _memory(name, fact)]
+        findings += _gpus(name, nodes[name], fact)
+        low = fact.memory_free_gib < LOW_MEMORY_SHARE * fact.memory_gib
+        what = f"{name}: {fact.memory_free_gib:.1f} of {fact.memory_gib:.1f} GiB free"
+        remedy = "Ray kills workers above 95% use: end other programs, or take a larger node"
+        findings.append(warn_if(low, "memory", what, remedy))
     return findings
 
 
@@ -42,12 +46,3 @@ def _gpus(name: str, node: Node, facts: NodeFacts) -> list[Finding]:
     used = f"{name}: memory is in use on cards that are free to Ray ({', '.join(busy)})"
     remedy = "another program, or what an old run left, holds it: nvidia-smi on that node"
     return [ok("gpus", what), warn("gpus", used, remedy)]
-
-
-def _memory(name: str, facts: NodeFacts) -> Finding:
-    return warn_if(
-        facts.memory_free_gib < LOW_MEMORY_SHARE * facts.memory_gib,
-        "memory",
-        f"{name}: {facts.memory_free_gib:.1f} of {facts.memory_gib:.1f} GiB free",
-        "Ray kills workers above 95% use: end other programs, or take a larger node",
-    )

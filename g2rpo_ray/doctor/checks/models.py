@@ -1,48 +1,111 @@
 """Model and reward files on every node: complete, whole, the same."""
 
+import hashlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from ray.actor import ActorHandle
 
+from g2rpo_ray.common.files import sha256_of_file
+from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.findings import Finding, fail, ok
 from g2rpo_ray.doctor.probe import ask
+from g2rpo_ray.models.catalogue import reward_paths
+from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.family import ModelFolderError
+from g2rpo_ray.models.fingerprint import sampled
+from g2rpo_ray.models.loading import check_model
 
+SUMS = "SHA256SUMS"
+"""Written by ``sha256sum``; files named in it are checked in full where it lies in the folder."""
 REMEDY = "copy or mount the folder on that node, and copy broken files again"
 
 
 def check_models(config: Config, probes: Mapping[str, ActorHandle]) -> list[Finding]:
     """What each node would load."""
-    problems, findings = ask(
-        {n: probe.model_problems.remote(config) for n, probe in probes.items()}, "models", REMEDY
-    )
+    problems, findings = ask(probes, "models", REMEDY, model_problems, config)
     findings += [
         fail("models", f"{node}: {problem}", REMEDY)
         for node, found in problems.items()
         for problem in found
     ]
-    digests, unread = ask(
-        {n: probes[n].model_digests.remote(config) for n, found in problems.items() if not found},
-        "models",
-        REMEDY,
-    )
-    return findings + unread + judge_digests(digests)
+    whole = {node: probes[node] for node, found in problems.items() if not found}
+    alike, unread = ask(whole, "models", REMEDY, digests, config)
+    return findings + unread + judge_digests(alike)
 
 
-def judge_digests(digests: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+def judge_digests(found: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     """
     Args:
-        digests: digest by file, by node.
+        found: digest by file, by node.
     """
-    if not digests:
+    if not found:
         return []
-    (first, *others) = digests
+    (first, *others) = found
     findings = []
     for node in others:
-        here, there = digests[first], digests[node]
+        here, there = found[first], found[node]
         differing = sorted(f for f in here.keys() | there.keys() if here.get(f) != there.get(f))
         if differing:
             what = f"{node} has other files than {first}: {', '.join(differing[:3])}"
             findings.append(fail("models", what, REMEDY))
-    count = len(digests[first])
-    return findings or [ok("models", f"{count} files, whole and alike on {len(digests)} nodes")]
+    count = len(found[first])
+    return findings or [ok("models", f"{count} files, whole and alike on {len(found)} nodes")]
+
+
+def model_problems(config: Config) -> list[str]:
+    """What is missing or broken of the model and of the rewards' files."""
+    rewards = _reward_paths(config).items()
+    absent = [f"{name}: {path} is not there" for name, path in rewards if not path.exists()]
+    try:
+        folder = check_model(config)
+    except ModelFolderError as error:
+        return [str(error), *absent]
+    return [*_missing_shards(folder), *_wrong_sums(folder), *absent]
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Digest of each file's size and samples, by name: what differs is another file."""
+    roots = [resolve_path(config.model.path), *_reward_paths(config).values()]
+    found = {}
+    for root in roots:
+        files = sorted(root.rglob("*")) if root.is_dir() else [root]
+        for file in (file for file in files if file.is_file()):
+            content = f"{file.stat().st_size} ".encode() + sampled(file)
+            found[str(file.relative_to(root.parent))] = hashlib.sha256(content).hexdigest()[:16]
+    return found
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    problems = []
+    for part in open_family(folder).parts:
+        for index in sorted((folder / part).glob("*.safetensors.index.json")):
+            try:
+                shards = set(json.loads(index.read_text())["weight_map"].values())
+            except (OSError, ValueError, KeyError, AttributeError) as error:
+                problems.append(f"{index}: not readable as an index of shards: {error!r}")
+                continue
+            missing = sorted(name for name in shards if not (index.parent / name).is_file())
+            if missing:
+                problems.append(f"{index.parent}: {len(missing)} of {len(shards)} shards are "
+                                f"missing, first {missing[0]}")  # fmt: skip
+    return problems
+
+
+def _wrong_sums(folder: Path) -> list[str]:
+    problems = []
+    for sums in sorted(folder.rglob(SUMS)):
+        for line in sums.read_text().splitlines():
+            expected, _, name = line.partition(" ")
+            file = sums.parent / name.lstrip(" *")
+            if not file.is_file():
+                problems.append(f"{file}: named in {sums}, but missing")
+            elif sha256_of_file(file) != expected:
+                problems.append(f"{file}: its checksum is not the one in {sums}")
+    return problems
+
+
+def _reward_paths(config: Config) -> dict[str, Path]:
+    return {setting: resolve_path(path) for setting, path in reward_paths(config)}

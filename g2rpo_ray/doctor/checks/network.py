@@ -3,19 +3,16 @@
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import ray
 import torch
-from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.cluster.demand import Node
 from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
-from g2rpo_ray.doctor.probe import name_of
+from g2rpo_ray.doctor.probe import name_of, start_probe
 
 MIB = {"gloo": 16, "nccl": 256}
 """Size of the tensor that is summed."""
@@ -28,49 +25,10 @@ REMEDY = (
 )
 
 
-class Rank:
-    """One member of a group that sums a tensor."""
-
-    def measure(self, rank: int, ranks: int, address: str, port: int, backend: str) -> float:
-        """Seconds of one all-reduce, after one that does not count.
-
-        Raises:
-            RuntimeError: the sum is wrong, or the group does not come together.
-        """
-        os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        torch.distributed.init_process_group(
-            backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
-        )
-        try:
-            device = "cuda" if backend == "nccl" else "cpu"
-            ones = torch.ones(MIB[backend] << 18, device=device)
-            torch.distributed.all_reduce(ones)
-            if not bool((ones == ranks).all()):
-                raise RuntimeError(f"the sum of {ranks} ones is wrong over {backend}")
-            torch.distributed.barrier()
-            started_s = time.perf_counter()
-            for _ in range(REPEATS):
-                torch.distributed.all_reduce(ones)
-            if device == "cuda":
-                torch.cuda.synchronize()
-            return (time.perf_counter() - started_s) / REPEATS
-        finally:
-            torch.distributed.destroy_process_group()
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Where a rank runs."""
-
-    node: Node
-    gpus: int
-
-
 def check_network(nodes: Sequence[Node]) -> list[Finding]:
     """Gloo over one rank a node (two where there is one node), NCCL over every free GPU."""
-    seats = [Seat(node, 0) for node in nodes]
-    findings = _all_reduce("gloo", seats if len(seats) > 1 else seats * 2)
-    gpus = [Seat(node, 1) for node in nodes for _ in range(int(node.free.get("GPU", 0.0)))]
+    findings = _all_reduce("gloo", nodes if len(nodes) > 1 else [*nodes, *nodes])
+    gpus = [node for node in nodes for _ in range(int(node.free.get("GPU", 0.0)))]
     taken = sum(node.total.get("GPU", 0.0) for node in nodes) - len(gpus)
     if taken > 0:
         what = f"{taken:g} GPUs are in use and take no part in the measurement"
@@ -80,14 +38,18 @@ def check_network(nodes: Sequence[Node]) -> list[Finding]:
     return findings
 
 
-def _all_reduce(backend: str, seats: Sequence[Seat]) -> list[Finding]:
+def _all_reduce(backend: str, seats: Sequence[Node]) -> list[Finding]:
+    """
+    Args:
+        seats: node of each rank.
+    """
     outcome = _measure(backend, seats)
     if isinstance(outcome, str):
         return [fail(backend, outcome, REMEDY), *_pairs(backend, seats)]
     # Bytes that each rank must send in a ring: 2 (n - 1) / n of the tensor.
     ranks, slowest_s = len(seats), max(outcome)
     gb_per_s = 2 * (ranks - 1) / ranks * MIB[backend] * 2**20 / slowest_s / 1e9
-    places = len({seat.node.node_id for seat in seats})
+    places = len({node.node_id for node in seats})
     took = f"{MIB[backend]} MiB in {slowest_s * 1000:.1f} ms, {gb_per_s:.2f} GB/s"
     what = f"{ranks} ranks on {places} node(s): {took}"
     if places > 1 and gb_per_s < SLOW_GB_PER_S[backend]:
@@ -95,43 +57,34 @@ def _all_reduce(backend: str, seats: Sequence[Seat]) -> list[Finding]:
     return [ok(backend, what)]
 
 
-def _pairs(backend: str, seats: Sequence[Seat]) -> list[Finding]:
+def _pairs(backend: str, seats: Sequence[Node]) -> list[Finding]:
     """Which node it is: the first one with each other."""
-    firsts = list({seat.node.node_id: seat for seat in seats}.values())
+    firsts = list({node.node_id: node for node in seats}.values())
     if len(firsts) < 3:
         return []
     findings = []
     for other in firsts[1:]:
         outcome = _measure(backend, [firsts[0], other])
         if isinstance(outcome, str):
-            what = f"{name_of(firsts[0].node)} with {name_of(other.node)}: {outcome}"
+            what = f"{name_of(firsts[0])} with {name_of(other)}: {outcome}"
             findings.append(fail(backend, what, REMEDY))
     return findings
 
 
-def _measure(backend: str, seats: Sequence[Seat]) -> list[float] | str:
+def _measure(backend: str, seats: Sequence[Node]) -> list[float] | str:
     """Seconds of each rank, or why there are none."""
-    ranks: list[ActorHandle] = [
-        ray.remote(Rank)
-        .options(
-            num_cpus=0,
-            num_gpus=seat.gpus,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(seat.node.node_id, soft=False),
-        )
-        .remote()
-        for seat in seats
-    ]
+    ranks = [start_probe(node, gpus=int(backend == "nccl")) for node in seats]
     refs: list[Any] = []
     try:
-        address, port = ray.get(ranks[0].__ray_call__.remote(free_address), timeout=TOTAL_TIMEOUT_S)
+        address, port = ray.get(ranks[0].run.remote(free_address), timeout=TOTAL_TIMEOUT_S)
         refs = [
-            actor.measure.remote(rank, len(ranks), address, port, backend)
+            actor.run.remote(_rank, rank, len(ranks), address, port, backend)
             for rank, actor in enumerate(ranks)
         ]
         return ray.get(refs, timeout=TOTAL_TIMEOUT_S)
     except ray.exceptions.GetTimeoutError:
         done, _ = ray.wait(refs, num_returns=len(refs), timeout=0) if refs else ([], [])
-        hanging = [name_of(s.node) for s, ref in zip(seats, refs, strict=False) if ref not in done]
+        hanging = [name_of(n) for n, ref in zip(seats, refs, strict=False) if ref not in done]
         return f"no answer within {TOTAL_TIMEOUT_S} s from {', '.join(hanging) or 'rank 0'}"
     except ray.exceptions.RayTaskError as error:
         return f"{type(error.cause).__name__}: {error.cause}".splitlines()[0]
@@ -140,3 +93,30 @@ def _measure(backend: str, seats: Sequence[Seat]) -> list[float] | str:
     finally:
         for actor in ranks:
             ray.kill(actor)
+
+
+def _rank(rank: int, ranks: int, address: str, port: int, backend: str) -> float:
+    """Seconds of one all-reduce on one of the ranks, after one that does not count.
+
+    Raises:
+        RuntimeError: the sum is wrong, or the group does not come together.
+    """
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    torch.distributed.init_process_group(
+        backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
+    )
+    try:
+        device = "cuda" if backend == "nccl" else "cpu"
+        ones = torch.ones(MIB[backend] << 18, device=device)
+        torch.distributed.all_reduce(ones)
+        if not bool((ones == ranks).all()):
+            raise RuntimeError(f"the sum of {ranks} ones is wrong over {backend}")
+        torch.distributed.barrier()
+        started_s = time.perf_counter()
+        for _ in range(REPEATS):
+            torch.distributed.all_reduce(ones)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - started_s) / REPEATS
+    finally:
+        torch.distributed.destroy_process_group()

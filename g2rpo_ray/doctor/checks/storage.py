@@ -1,10 +1,13 @@
 """The run folder: writable on every node, the same folder on all of them, with space left."""
 
+import os
 import shutil
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+import ray
 from ray.actor import ActorHandle
 
 from g2rpo_ray.config import Config
@@ -27,31 +30,41 @@ def check_storage(config: Config, probes: Mapping[str, ActorHandle]) -> list[Fin
         f"run_dir must lie on storage that every node mounts and may write, as the same user; "
         f"looked at {parent}"
     )
-    files = {name: folder / str(number) for number, name in enumerate(probes)}
     try:
-        written, findings = ask(
-            {n: probe.write.remote(files[n], WRITE_MIB) for n, probe in probes.items()},
-            "storage",
-            remedy,
-        )
-        seen, unseen = ask(
-            {name: probes[name].names.remote(folder) for name in written}, "storage", remedy
-        )
+        written, findings = ask(probes, "storage", remedy, _write, folder)
+        writers = {name: probes[name] for name in written}
+        seen, unseen = ask(writers, "storage", remedy, _names, folder)
         findings += unseen
-        here = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        for name, names in (seen | {"the driver": here}).items():
-            hidden = [other for other in written if files[other].name not in names]
+        for name, names in (seen | {"the driver": _names(folder)}).items():
+            hidden = [other for other, (file, _) in written.items() if file not in names]
             if hidden:
                 what = f"{name} does not see what {', '.join(hidden)} wrote"
                 findings.append(fail("storage", what, remedy))
     finally:
-        ask({name: probe.remove.remote(folder) for name, probe in probes.items()}, "", remedy, 30)
+        ask(probes, "", remedy, shutil.rmtree, folder, True, timeout_s=30)
         shutil.rmtree(folder, ignore_errors=True)
     if not findings:
-        speeds = [WRITE_MIB / max(seconds, 1e-6) for seconds in written.values()]
+        speeds = [WRITE_MIB / max(seconds, 1e-6) for _, seconds in written.values()]
         what = f"{parent}: every node reads and writes it, {min(speeds):.0f} MiB/s at least"
         findings.append(ok("storage", what))
     return [*findings, check_space(config, parent)]
+
+
+def _write(folder: Path) -> tuple[str, float]:
+    """Name of the file that this node wrote, zeros, and seconds until they were on the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, started_s = folder / ray.get_runtime_context().get_node_id(), time.perf_counter()
+    with file.open("wb") as stream:
+        for _ in range(WRITE_MIB):
+            stream.write(bytes(2**20))
+        os.fsync(stream.fileno())
+    return file.name, time.perf_counter() - started_s
+
+
+def _names(folder: Path) -> set[str]:
+    """Files of a folder, as this node sees them."""
+    # Listing makes a network file system ask its server again.
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def check_space(config: Config, folder: Path) -> Finding:

@@ -8,38 +8,26 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.common.section import Section
-from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
-from g2rpo_ray.rewards.scorers.clip_features import ClipOptions
-from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
+from g2rpo_ray.rewards.scorers.clip import ClipScorer
 
 
-class AestheticScorer(RewardScorer):
+class AestheticScorer(ClipScorer):
     """LAION's predictors: about 1 to 10, higher is prettier."""
 
-    class Options(ClipOptions):
-        """Settings of the ``aesthetic`` scorer."""
-
+    class Options(ClipScorer.Options):
         head: str
         """Weights of the head: one linear layer (``weight``, ``bias``), or several by number
-        (``layers.0.weight``, ...) with nothing but dropout between them, as LAION's MLP."""
-        architecture: str
-        """``local-dir:FOLDER`` of the CLIP model, or its open_clip name; LAION's heads belong to
-        ``ViT-L-14-quickgelu`` with OpenAI's weights."""
-        checkpoint: str | None = None
-        """CLIP's weights; needed with an open_clip name, else the folder's own are taken."""
+        (``layers.0.weight``, ...) with nothing but dropout between them, as LAION's MLP. LAION's
+        heads belong to ``ViT-L-14-quickgelu`` with OpenAI's weights."""
 
     kind = "aesthetic"
 
-    def __init__(self, options: Section, device: str) -> None:
-        assert isinstance(options, self.Options)
-        self._features = load_clip_features(
-            options.architecture, options.checkpoint, device, options.dtype
-        )
-        head = resolve_path(options.head)
-        self._layers = [(w.to(device), b.to(device)) for w, b in read_head(head)]
-        self._head = head
+    def __init__(self, options: Options, device: str) -> None:
+        super().__init__(options, device)
+        self._head = resolve_path(options.head)
+        self._layers = [(w.to(device), b.to(device)) for w, b in read_head(self._head)]
 
     @torch.inference_mode()
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002

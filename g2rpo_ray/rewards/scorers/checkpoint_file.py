@@ -1,5 +1,7 @@
 """Weight files of scorers: read without unpickling, and bound without a tensor left over."""
 
+import pickle
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -28,9 +30,7 @@ def load_state_dict(checkpoint: Path) -> dict[str, Tensor]:
     # torch.load raises whatever a damaged zip or pickle makes it raise.
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:
         raise ScorerError(f"{checkpoint}: damaged checkpoint: {error}") from error
-    except Exception as error:
-        if type(error).__name__ != "UnpicklingError":
-            raise
+    except pickle.UnpicklingError as error:
         raise ScorerError(f"{checkpoint}: not a file of plain tensors: {error}") from error
     state = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
@@ -47,24 +47,25 @@ def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path)
     Raises:
         ScorerError: keys are missing or left over, or shapes differ; the first few are named.
     """
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    given = {name: tensor.shape for name, tensor in state.items()}
+    wanted = model.state_dict()
     misshapen = [
-        f"{name} {list(given[name])} instead of {list(wanted[name])}"
-        for name in wanted
-        if name in given and given[name] != wanted[name]
+        f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
+        for name in wanted.keys() & state.keys()
+        if state[name].shape != wanted[name].shape
     ]
-    problems = {
-        "missing": [name for name in wanted if name not in given],
-        "unexpected": [name for name in given if name not in wanted],
-        "wrong shape": misshapen,
-    }
-    if any(problems.values()):
-        listed = "; ".join(
-            f"{len(names)} {problem}: {', '.join(names[:KEYS_NAMED])}"
-            + (", ..." if len(names) > KEYS_NAMED else "")
-            for problem, names in problems.items()
-            if names
-        )
-        raise ScorerError(f"{source}: does not fit the architecture: {listed}")
+    refuse_misfits(source, wanted.keys() - state.keys(), state.keys() - wanted.keys(), misshapen)
     model.load_state_dict(state)
+
+
+def refuse_misfits(
+    source: Path, missing: Iterable[str], unexpected: Iterable[str], misshapen: Iterable[str] = ()
+) -> None:
+    """Raise a ScorerError that lists the first few of each, unless there are none."""
+    problems = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
+    listed = []
+    for problem, found in problems.items():
+        if names := sorted(found):
+            more = ", ..." if len(names) > KEYS_NAMED else ""
+            listed.append(f"{len(names)} {problem}: {', '.join(names[:KEYS_NAMED])}{more}")
+    if listed:
+        raise ScorerError(f"{source}: does not fit the architecture: {'; '.join(listed)}")

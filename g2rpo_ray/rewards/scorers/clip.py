@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.clip_features import ClipOptions
 from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
@@ -14,8 +13,6 @@ class ClipScorer(RewardScorer):
     """Cosine of image and caption under an open_clip model from a local folder."""
 
     class Options(ClipOptions):
-        """Settings of the ``clip`` scorer."""
-
         architecture: str
         """``local-dir:FOLDER`` with open_clip_config.json and weights, or an open_clip name."""
         checkpoint: str | None = None
@@ -23,8 +20,7 @@ class ClipScorer(RewardScorer):
 
     kind = "clip"
 
-    def __init__(self, options: Section, device: str) -> None:
-        assert isinstance(options, self.Options)
+    def __init__(self, options: Options, device: str) -> None:
         self._features = load_clip_features(
             options.architecture, options.checkpoint, device, options.dtype
         )

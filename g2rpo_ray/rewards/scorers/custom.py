@@ -15,8 +15,6 @@ class PythonScorer(RewardScorer):
     """Runs ``module:Class`` with the options given for it."""
 
     class Options(Section):
-        """Settings of the ``python`` scorer."""
-
         target: str = Field(pattern=r"^[\w.]+:\w+$")
         """``module:Class``; the class is a RewardScorer, importable where the replica runs."""
         options: dict[str, Any] = Field(default_factory=dict)
@@ -24,24 +22,19 @@ class PythonScorer(RewardScorer):
 
     kind = "python"
 
-    def __init__(self, options: Section, device: str) -> None:
-        assert isinstance(options, self.Options)
+    def __init__(self, options: Options, device: str) -> None:
+        where = f"python scorer {options.target!r}"
         module_name, _, class_name = options.target.partition(":")
         try:
             cls = getattr(importlib.import_module(module_name), class_name)
         except (ImportError, AttributeError) as error:
-            raise ScorerError(
-                f"python scorer {options.target!r} cannot be imported: {error}"
-            ) from error
+            raise ScorerError(f"{where} cannot be imported: {error}") from error
         if not (isinstance(cls, type) and issubclass(cls, RewardScorer)):
-            raise ScorerError(
-                f"python scorer {options.target!r} is no subclass of "
-                f"{RewardScorer.__module__}.RewardScorer"
-            )
+            raise ScorerError(f"{where} is no subclass of {RewardScorer.__module__}.RewardScorer")
         try:
             own_options = cls.Options.model_validate(options.options)
         except ValidationError as error:
-            raise ScorerError(f"python scorer {options.target!r}: its options: {error}") from error
+            raise ScorerError(f"{where}: its options: {error}") from error
         self._scorer = cls(own_options, device)
         self.compares_pictures = self._scorer.compares_pictures
 

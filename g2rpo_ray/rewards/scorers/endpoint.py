@@ -5,9 +5,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from PIL import Image
 from pydantic import Field
@@ -18,11 +16,9 @@ from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import ScorerError
 
 MAX_ANSWER_BYTES = 16 * 2**20
-FIRST_PAUSE_S = 0.5
+FIRST_PAUSE_S, SHORTEST_TIMEOUT_S = 0.5, 0.001
 PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 """Answers after which another try may help."""
-
-Item = TypeVar("Item")
 
 
 class EndpointOptions(Section):
@@ -58,9 +54,7 @@ class Endpoint:
 
         self._options, self._url = options, url
         self._session = requests.Session()
-        adapter = requests.adapters.HTTPAdapter(pool_maxsize=options.concurrency)
-        self._session.mount("http://", adapter)
-        self._session.mount("https://", adapter)
+        self._session.mount(url, requests.adapters.HTTPAdapter(pool_maxsize=options.concurrency))
         # Given with each call: the session's own gives way to REQUESTS_CA_BUNDLE.
         self._verify: bool | str = True
         if options.ca_file is not None:
@@ -93,34 +87,31 @@ class Endpoint:
             if attempt == self._options.tries or time.monotonic() + pause_s > deadline_s:
                 break
             time.sleep(pause_s)
-        raise self._error(
+        raise self.error(
             f"{cause}; gave up after try {attempt} of {self._options.tries} "
             f"(timeout_s {self._options.timeout_s:g})"
         )
 
-    def for_each(self, call: Callable[[Item], float], items: Sequence[Item]) -> list[float]:
-        """``call`` of every item, so many at once as ``concurrency`` allows; in their order."""
-        with ThreadPoolExecutor(self._options.concurrency) as pool:
-            return list(pool.map(call, items))
+    def error(self, cause: str) -> ScorerError:
+        """Names the endpoint and the cause; the key is cut out."""
+        message = f"{self._url}: {cause}"
+        return ScorerError(message.replace(self._key, "***") if self._key else message)
 
     def _try(self, payload: dict[str, Any], deadline_s: float) -> Any:
         import requests
 
-        remaining_s = deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            raise _PassingError("no answer in time")
         try:
             with self._session.post(
                 self._url,
                 json=payload,
-                timeout=remaining_s,
+                timeout=max(deadline_s - time.monotonic(), SHORTEST_TIMEOUT_S),
                 verify=self._verify,
                 stream=True,
                 allow_redirects=False,
             ) as response:
                 body = self._read(response, deadline_s)
         except requests.exceptions.SSLError as error:
-            raise self._error(f"TLS certificate refused: {error}") from error
+            raise self.error(f"TLS certificate refused: {error}") from error
         except requests.exceptions.Timeout as error:
             raise _PassingError("no answer in time") from error
         except requests.exceptions.RequestException as error:
@@ -130,14 +121,13 @@ class Endpoint:
             pause_s = float(after) if after.isdigit() else 0.0
             raise _PassingError(f"status {response.status_code}: {_excerpt(body)}", pause_s)
         if response.status_code != 200:
-            raise self._error(f"status {response.status_code}: {_excerpt(body)}")
+            raise self.error(f"status {response.status_code}: {_excerpt(body)}")
         try:
             return json.loads(body)
         except ValueError as error:
-            raise self._error(f"answered no JSON: {_excerpt(body)}") from error
+            raise self.error(f"answered no JSON: {_excerpt(body)}") from error
 
-    @staticmethod
-    def _read(response: Any, deadline_s: float) -> bytes:
+    def _read(self, response: Any, deadline_s: float) -> bytes:
         # requests' time-out is for each piece: a server that trickles would never end.
         body = b""
         for piece in response.iter_content(64 * 1024):
@@ -145,12 +135,8 @@ class Endpoint:
             if time.monotonic() > deadline_s:
                 raise _PassingError("no whole answer in time")
             if len(body) > MAX_ANSWER_BYTES:
-                raise ScorerError(f"answered more than {MAX_ANSWER_BYTES} bytes")
+                raise self.error(f"answered more than {MAX_ANSWER_BYTES} bytes")
         return body
-
-    def _error(self, cause: str) -> ScorerError:
-        message = f"{self._url}: {cause}"
-        return ScorerError(message.replace(self._key, "***") if self._key else message)
 
 
 def png_base64(picture: Tensor) -> str:

@@ -1,10 +1,16 @@
-"""HPS-v2 / v2.1 by the hpsv2 package's own code, in a Python environment of its own.
+"""HPS-v2 / v2.1 by the hpsv2 package's own code, in a Python of its own, asked through a pipe.
 
-It scores picture by picture and is many times slower than ``hps``, which gives the same numbers.
+The package cannot live beside Ray. It scores picture by picture and is many times slower than
+``hps``, which gives the same numbers.
 """
 
+import json
+import subprocess
+import tempfile
 from collections.abc import Sequence
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -13,15 +19,15 @@ from torch import Tensor
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
-from g2rpo_ray.rewards.scorers.isolated import ScorerProcess
+
+CHILD = Path(__file__).with_name("hpsv2_child.py")
+TAIL_CHARACTERS = 600
 
 
 class Hpsv2Scorer(RewardScorer):
-    """``hpsv2.img_score.score``, asked through a child process."""
+    """``hpsv2.img_score.score`` in a child process; one that fails is started anew when asked."""
 
     class Options(Section):
-        """Settings of the ``hpsv2`` scorer."""
-
         python: str
         """The environment's Python; ``python -m g2rpo_ray.rewards.scorers.isolated hpsv2 FOLDER``
         makes the environment and prints this path."""
@@ -36,23 +42,72 @@ class Hpsv2Scorer(RewardScorer):
 
     kind = "hpsv2"
 
-    def __init__(self, options: Section, device: str) -> None:
-        assert isinstance(options, self.Options)
-        checkpoint = resolve_path(options.checkpoint)
+    def __init__(self, options: Options, device: str) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        checkpoint, config = resolve_path(options.checkpoint), options.architecture_config
         if not checkpoint.is_file():
             raise ScorerError(f"{checkpoint}: no such checkpoint file")
-        config = options.architecture_config
+        # Not resolved: a virtual environment's Python is a link, and is known by where it lies.
+        python = Path(options.python).absolute()
+        if not python.is_file():
+            raise ScorerError(
+                f"{python}: no such Python; make the environment with python -m "
+                "g2rpo_ray.rewards.scorers.isolated"
+            )
         settings = {
             "checkpoint": str(checkpoint),
             "architecture": options.architecture,
             "config": None if config is None else str(resolve_path(config)),
             "device": device,
         }
-        # Not resolved: a virtual environment's Python is a link, and is known by where it lies.
-        python = Path(options.python).absolute()
-        script = Path(__file__).with_name("hpsv2_child.py")
-        self._process = ScorerProcess(python, script, settings, options.timeout_s)
+        # -I: neither this folder nor PYTHONPATH may shadow what the other environment has.
+        self._command = [str(python), "-I", str(CHILD), json.dumps(settings)]
+        self._timeout_s = options.timeout_s
+        self._start()
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-        answer = self._process.ask({"prompts": list(prompts)}, pictures)
-        return torch.tensor(answer["scores"], dtype=torch.float32)
+        if self._child is None:
+            self._start()
+        data = pictures.contiguous().numpy().tobytes()
+        try:
+            self._pipe.send((data, list(pictures.shape), list(prompts)))
+        except OSError as error:
+            raise self._failure("ended") from error
+        return torch.tensor(self._answer()["scores"], dtype=torch.float32)
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _start(self) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
+        self._pipe, theirs = Pipe()
+        with theirs:
+            end = theirs.fileno()
+            self._child = subprocess.Popen(
+                [*self._command, str(end)], stdout=self._log, stderr=self._log, pass_fds=[end]
+            )
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        try:
+            if not self._pipe.poll(self._timeout_s):
+                raise self._failure(f"gave no answer within {self._timeout_s:g} s")
+            # JSON: what comes back is not unpickled.
+            answer: dict[str, Any] = json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._failure("ended") from error
+        if "error" in answer:
+            raise ScorerError(f"{CHILD.stem}: {answer['error']}")
+        return answer
+
+    def _failure(self, what: str) -> ScorerError:
+        self._end()
+        self._log.seek(0)
+        tail = self._log.read().decode("utf-8", "replace")[-TAIL_CHARACTERS:].strip()
+        return ScorerError(f"{CHILD.stem}: its process {what}; its last output: {tail or 'none'}")
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._child = None

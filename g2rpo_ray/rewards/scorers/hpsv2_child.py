@@ -1,36 +1,38 @@
 """Runs in the environment of hpsv2, as a script: it imports nothing of this package.
 
-Its argument is JSON: checkpoint, architecture, config, device. It says ``{"ready": true}``, then
-each request (a line of JSON with shape and prompts, and the pictures' bytes) by scores or an error.
+Its arguments are JSON (checkpoint, architecture, config, device) and a pipe's descriptor. It says
+``{"ready": true}``, then answers each request (the pictures' bytes, shape, prompts) by scores or an
+error, all in JSON.
 """
 
 import json
-import os
 import sys
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from typing import Any
 
 
 def main() -> None:
-    # What libraries print must not mix with the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    settings = json.loads(sys.argv[1])
+    pipe = Connection(int(sys.argv[2]))
     try:
-        score = load(**settings)
-        reply: dict[str, Any] = {"ready": True}
+        score = load(**json.loads(sys.argv[1]))
     except Exception as error:  # noqa: BLE001  (told to the other side)
-        score, reply = None, {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(reply), file=answers, flush=True)
-    while score is not None and (line := sys.stdin.buffer.readline()):
-        request = json.loads(line)
-        batch, height, width, channels = request["shape"]
-        data = sys.stdin.buffer.read(batch * height * width * channels)
+        _say(pipe, error=f"{type(error).__name__}: {error}")
+        return
+    _say(pipe, ready=True)
+    while True:
         try:
-            reply = {"scores": score(data, request["shape"], request["prompts"])}
+            request = pipe.recv()
+        except EOFError:
+            return
+        try:
+            _say(pipe, scores=score(*request))
         except Exception as error:  # noqa: BLE001  (told to the other side)
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=answers, flush=True)
+            _say(pipe, error=f"{type(error).__name__}: {error}")
+
+
+def _say(pipe: Connection, **answer: Any) -> None:
+    pipe.send_bytes(json.dumps(answer).encode())
 
 
 def load(checkpoint: str, architecture: str, config: str | None, device: str) -> Any:

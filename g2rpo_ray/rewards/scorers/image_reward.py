@@ -4,25 +4,30 @@ Its package needs an old transformers; here its checkpoint runs on transformers'
 """
 
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
-from g2rpo_ray.rewards.scorers.clip_features import DTYPES
+from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipOptions
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
 
 MAX_TOKENS = 35
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
 """Of the scores that the published model gave its authors' data."""
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+TEXT_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "layer_norm_eps",
+)  # fmt: skip
+"""What med_config.json tells of the text encoder."""
 UNUSED = ("blip.vision_proj.", "blip.text_proj.")
 """Projections of BLIP's pre-training, which the score does not use."""
 _BLOCK = r"^blip\.visual_encoder\.blocks\.(\d+)\."
@@ -43,26 +48,21 @@ RENAMED = [
 
 
 class ImageRewardScorer(RewardScorer):
-    """About -2 to 2; 0 is the mean of the published model's data."""
+    """About -2 to 2; 0 is the mean of the published model's data. The head computes in float32."""
 
-    class Options(Section):
-        """Settings of the ``image_reward`` scorer."""
-
+    class Options(ClipOptions):
         checkpoint: str
         """``ImageReward.pt``, or the same tensors in a safetensors file."""
         med_config: str
         """``med_config.json`` that lies beside it: the text encoder's sizes."""
         tokenizer: str
         """Folder with BERT's tokenizer (``bert-base-uncased``)."""
-        dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-        """What both encoders compute in; the head computes in float32."""
 
     kind = "image_reward"
 
-    def __init__(self, options: Section, device: str) -> None:
+    def __init__(self, options: Options, device: str) -> None:
         from transformers import AutoTokenizer
 
-        assert isinstance(options, self.Options)
         checkpoint, med_config = resolve_path(options.checkpoint), resolve_path(options.med_config)
         tokenizer_folder = resolve_path(options.tokenizer)
         if not (tokenizer_folder / "tokenizer_config.json").is_file():
@@ -130,14 +130,8 @@ def build_model(state: dict[str, Tensor], text: dict[str, Any], source: Path) ->
         patch = state["vision.embeddings.patch_embedding.weight"].shape[-1]
         inner = state["vision.encoder.layers.0.mlp.fc1.weight"].shape[0]
         text_config = BlipTextConfig(
-            vocab_size=text["vocab_size"],
-            hidden_size=text["hidden_size"],
+            **{name: text[name] for name in TEXT_SIZES},
             encoder_hidden_size=width,
-            intermediate_size=text["intermediate_size"],
-            num_hidden_layers=text["num_hidden_layers"],
-            num_attention_heads=text["num_attention_heads"],
-            max_position_embeddings=text["max_position_embeddings"],
-            layer_norm_eps=text["layer_norm_eps"],
             is_decoder=True,  # transformers' word for "has cross-attention"
         )
     except (KeyError, ValueError) as error:
@@ -151,26 +145,16 @@ def build_model(state: dict[str, Tensor], text: dict[str, Any], source: Path) ->
         patch_size=patch,
         layer_norm_eps=1e-6,
     )
+    # Linear layers by number; the dropout between them is for training.
     layers = {
-        n.split(".")[1]: t.shape for n, t in state.items() if re.match(r"head\.\d+\.weight", n)
+        int(n.split(".")[1]): nn.Linear(tensor.shape[1], tensor.shape[0])
+        for n, tensor in state.items()
+        if re.match(r"head\.\d+\.weight", n)
     }
-    head = nn.ModuleDict({n: nn.Linear(shape[1], shape[0]) for n, shape in layers.items()})
     return nn.ModuleDict(
         {
             "vision": BlipVisionModel(vision_config),
             "text": BlipTextModel(text_config, add_pooling_layer=False),
-            "head": _Chain(head),
+            "head": nn.Sequential(OrderedDict((str(n), layers[n]) for n in sorted(layers))),
         }
     )
-
-
-class _Chain(nn.ModuleDict):
-    """Linear layers by number, one after the other; the dropout between them is for training."""
-
-    def __init__(self, layers: nn.ModuleDict) -> None:
-        super().__init__(dict(sorted(layers.items(), key=lambda item: int(item[0]))))
-
-    def forward(self, values: Tensor) -> Tensor:
-        for layer in self.values():
-            values = layer(values)
-        return values

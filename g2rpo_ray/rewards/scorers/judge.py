@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from g2rpo_ray.common.section import Section
-from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.endpoint import Endpoint, EndpointOptions, png_base64
 
 SCORE_TEMPLATE = (
@@ -57,15 +57,13 @@ class JudgeScorer(RewardScorer):
 
     kind = "judge"
 
-    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
-        assert isinstance(options, JudgeScorer.Options)
+    def __init__(self, options: Options, device: str) -> None:  # noqa: ARG002
         self._options = options
-        self._url = options.url.rstrip("/") + "/chat/completions"
-        self._endpoint = Endpoint(options, self._url)
+        self._endpoint = Endpoint(options, options.url.rstrip("/") + "/chat/completions")
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-        items = list(zip(pictures, prompts, strict=True))
-        scores = self._endpoint.for_each(lambda item: self._judge(*item), items)
+        with ThreadPoolExecutor(self._options.concurrency) as pool:
+            scores = list(pool.map(self._judge, pictures, prompts))
         return torch.tensor(scores, dtype=torch.float32)
 
     def _judge(self, picture: Tensor, prompt: str) -> float:
@@ -92,23 +90,21 @@ class JudgeScorer(RewardScorer):
         Raises:
             ScorerError: there is none, there are several, or it is out of range.
         """
+        options, shown = self._options, f"the judge's answer {text[-120:]!r}"
         numbers = set()
-        for found in re.findall(self._options.pattern, text):
+        for found in re.findall(options.pattern, text):
             try:
                 numbers.add(float(found))
             except ValueError as error:
-                raise ScorerError(f"{self._url}: the judge's {found!r:.60} is no number") from error
-        shown = f"the judge's answer {text[-120:]!r}"
+                raise self._endpoint.error(f"the judge's {found!r:.60} is no number") from error
         if len(numbers) != 1:
-            raise ScorerError(
-                f"{self._url}: {shown} has {len(numbers)} numbers that match "
-                f"{self._options.pattern!r}; expected one"
+            raise self._endpoint.error(
+                f"{shown} has {len(numbers)} numbers that match {options.pattern!r}; expected one"
             )
         (number,) = numbers
-        if not self._options.minimum <= number <= self._options.maximum:
-            raise ScorerError(
-                f"{self._url}: {shown} gives {number:g}; allowed {self._options.minimum:g} to "
-                f"{self._options.maximum:g}"
+        if not options.minimum <= number <= options.maximum:
+            raise self._endpoint.error(
+                f"{shown} gives {number:g}; allowed {options.minimum:g} to {options.maximum:g}"
             )
         return number
 
@@ -117,14 +113,14 @@ class JudgeScorer(RewardScorer):
             choice = answer["choices"][0]
             text = choice["message"]["content"]
         except (KeyError, IndexError, TypeError) as error:
-            raise ScorerError(
-                f"{self._url}: answered {answer!r:.100}; expected a chat completion"
+            raise self._endpoint.error(
+                f"answered {answer!r:.100}; expected a chat completion"
             ) from error
         if not isinstance(text, str):
-            raise ScorerError(f"{self._url}: the answer's content is {type(text).__name__}")
+            raise self._endpoint.error(f"the answer's content is {type(text).__name__}")
         if choice.get("finish_reason") == "length":
-            raise ScorerError(
-                f"{self._url}: the answer was cut at max_tokens {self._options.max_tokens}"
+            raise self._endpoint.error(
+                f"the answer was cut at max_tokens {self._options.max_tokens}"
             )
         return text
 

@@ -20,12 +20,16 @@ OWN_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 """What open_clip calls the weights in a model's folder."""
 
 
+def _own_preprocess(model: Any) -> ClipPreprocess:
+    return ClipPreprocess.of_open_clip(model.visual.preprocess_cfg)
+
+
 def load_clip_features(
     architecture: str,
     checkpoint: str | None,
     device: str,
     dtype: str,
-    preprocess_of: Callable[[Any], Callable[[Tensor], Tensor]] | None = None,
+    preprocess_of: Callable[[Any], Callable[[Tensor], Tensor]] = _own_preprocess,
 ) -> ClipFeatures:
     """Features of an open_clip model.
 
@@ -56,14 +60,8 @@ def load_clip_features(
         features: Tensor = model.encode_text(tokenizer([prompt]).to(device))[0]
         return features
 
-    if preprocess_of is None:
-        preprocess: Callable[[Tensor], Tensor] = ClipPreprocess.of_open_clip(
-            model.visual.preprocess_cfg
-        )
-    else:
-        preprocess = preprocess_of(model)
     return ClipFeatures(
-        model.encode_image, encode_text, preprocess, torch.device(device), DTYPES[dtype]
+        model.encode_image, encode_text, preprocess_of(model), torch.device(device), DTYPES[dtype]
     )
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers.checkpoint_file import refuse_misfits
 from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures, ClipOptions
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
 
@@ -21,18 +21,15 @@ class PickscoreScorer(RewardScorer):
     """Cosine of picture and caption; papers report it as it is (.23) or times about 100."""
 
     class Options(ClipOptions):
-        """Settings of the ``pickscore`` scorer."""
-
         path: str
         """Folder of a transformers CLIPModel, with its tokenizer and preprocessor_config.json
         (PickScore's own folder lacks the two: put those of CLIP-ViT-H-14-laion2B beside it)."""
 
     kind = "pickscore"
 
-    def __init__(self, options: Section, device: str) -> None:
+    def __init__(self, options: Options, device: str) -> None:
         from transformers import AutoTokenizer
 
-        assert isinstance(options, self.Options)
         folder = resolve_path(options.path)
         missing = [name for name in NEEDED if not (folder / name).is_file()]
         if missing:
@@ -50,13 +47,12 @@ class PickscoreScorer(RewardScorer):
             features: Tensor = model.get_text_features(ids, attention_mask=mask).pooler_output[0]
             return features
 
-        def encode_image(images: Tensor) -> Tensor:
-            features: Tensor = model.get_image_features(images).pooler_output
-            return features
-
-        preprocess = read_preprocess(folder / "preprocessor_config.json")
         self._features = ClipFeatures(
-            encode_image, encode_text, preprocess, torch.device(device), DTYPES[options.dtype]
+            lambda images: model.get_image_features(images).pooler_output,
+            encode_text,
+            read_preprocess(folder / "preprocessor_config.json"),
+            torch.device(device),
+            DTYPES[options.dtype],
         )
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -73,14 +69,7 @@ def _load_model(folder: Path) -> Any:
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ScorerError(f"{folder}: cannot be loaded as a CLIPModel: {error}") from error
-    problems = {
-        what: sorted(map(str, info[key]))
-        for what, key in (("missing", "missing_keys"), ("unexpected", "unexpected_keys"))
-        if info[key]
-    }
-    if problems:
-        listed = "; ".join(f"{len(k)} {what}: {', '.join(k[:5])}" for what, k in problems.items())
-        raise ScorerError(f"{folder}: does not fit the architecture: {listed}")
+    refuse_misfits(folder, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
     return model
 
 

@@ -11,8 +11,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-ResizeMode = Literal["shortest", "longest", "squash"]
-
 
 def to_device(pictures: Tensor, device: torch.device) -> Tensor:
     """uint8 ``[B, H, W, 3]`` on the CPU -> float32 ``[B, 3, H, W]``, 0 to 255, on the device."""
@@ -30,7 +28,7 @@ class ClipPreprocess:
     """Height and width that the tower takes."""
     mean: Sequence[float]
     std: Sequence[float]
-    resize_mode: ResizeMode = "shortest"
+    resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
     """Which side is fitted before the centre is cut out, or both (``squash``)."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     fill: int = 0
@@ -92,6 +90,7 @@ class HpsPreprocess:
 
     def __call__(self, images: Tensor) -> Tensor:
         """float32 ``[B, 3, H, W]`` of 0 to 255 -> float32 ``[B, 3, size, size]``."""
+        from open_clip.transform import center_crop_or_pad
         from torchvision.transforms import functional
 
         images = images / 255
@@ -101,7 +100,5 @@ class HpsPreprocess:
         if resized != [height, width]:
             bicubic = functional.InterpolationMode.BICUBIC
             images = functional.resize(images, resized, bicubic, antialias=True)
-        missing_height, missing_width = self.size - resized[0], self.size - resized[1]
-        left, top = missing_width // 2, missing_height // 2
-        images = functional.pad(images, [left, top, missing_width - left, missing_height - top])
+        images = center_crop_or_pad(images, [self.size, self.size])
         return functional.normalize(images, list(self.mean), list(self.std))

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from g2rpo_ray.common.section import Section
-from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.endpoint import Endpoint, EndpointOptions, png_base64
 
 PROTOCOL = 1
@@ -22,10 +21,8 @@ class HttpScorer(RewardScorer):
 
     kind = "http"
 
-    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
-        assert isinstance(options, self.Options)
+    def __init__(self, options: Options, device: str) -> None:  # noqa: ARG002
         self._endpoint = Endpoint(options, options.url)
-        self._url = options.url
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         answer = self._endpoint.post(
@@ -40,15 +37,13 @@ class HttpScorer(RewardScorer):
     def _scores_of(self, answer: Any, expected: int) -> list[float]:
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list):
-            raise ScorerError(
-                f'{self._url}: answered {answer!r:.100}; expected {{"scores": [...]}}'
-            )
+            raise self._endpoint.error(f'answered {answer!r:.100}; expected {{"scores": [...]}}')
         if len(scores) != expected:
-            raise ScorerError(f"{self._url}: {len(scores)} scores for {expected} pictures")
+            raise self._endpoint.error(f"{len(scores)} scores for {expected} pictures")
         for place, score in enumerate(scores):
             # In Python true is a number, in the protocol it is none.
             if score is not None and (
                 isinstance(score, bool) or not isinstance(score, int | float)
             ):
-                raise ScorerError(f"{self._url}: score {place} is {score!r:.60}; expected a number")
+                raise self._endpoint.error(f"score {place} is {score!r:.60}; expected a number")
         return [float("nan") if score is None else float(score) for score in scores]

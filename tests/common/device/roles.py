@@ -24,8 +24,8 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation import sample as sample_module
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.prompts.encoder import ShardEncoder
 from g2rpo_ray.prompts.selection import Selection
-from g2rpo_ray.prompts.shards import ShardEncoder
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.rewards.server import reward_servers
