@@ -6,29 +6,30 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
-)
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
 from tiny_world.pictures import PictureSource
-from tiny_world.support import fit, save_half
-from tiny_world.vocabulary import T5_LENGTH, clip_tokenizer, t5_tokenizer
+from tiny_world.support import copy_shipped, fit, save_half
 
 TIME_SHIFT = 3.0
 GUIDANCE = 3.5
-FLUX_PAD = "<|endoftext|>"
 WEAK = "weak_flux.safetensors"
+TRAINED = ("transformer", "text_encoder", "text_encoder_2")
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,11 @@ class TinyFlux(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        folder = assets_dir() / "flux"
-        clip = CLIPTextConfig.from_pretrained(folder / "text_encoder")
-        self.text_encoder = CLIPTextModel(clip)
-        t5 = T5Config.from_pretrained(folder / "text_encoder_2")
-        self.text_encoder_2 = T5EncoderModel(t5)
-        flux = FluxTransformer2DModel.load_config(folder / "transformer")
-        self.transformer = FluxTransformer2DModel.from_config(flux)
+        flux = assets_dir() / "flux"
+        self.text_encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(flux / "text_encoder"))
+        self.text_encoder_2 = T5EncoderModel(T5Config.from_pretrained(flux / "text_encoder_2"))
+        sizes = FluxTransformer2DModel.load_config(flux / "transformer")
+        self.transformer = FluxTransformer2DModel.from_config(sizes)
 
     def embed(self, tokens: "CaptionTokens") -> tuple[Tensor, Tensor]:
         """T5 states [B, 10, 64] and CLIP's pooled state [B, 64]."""
@@ -96,11 +95,13 @@ class CaptionTokens:
 
     @classmethod
     def of(cls, captions: list[str], device: torch.device) -> "CaptionTokens":
-        t5 = t5_tokenizer()(
-            captions, padding="max_length", max_length=T5_LENGTH, return_tensors="pt"
-        )
-        clip = clip_tokenizer(FLUX_PAD)(captions, padding="max_length", return_tensors="pt")
-        return cls(t5.input_ids.to(device), clip.input_ids.to(device))
+        flux = assets_dir() / "flux"
+        tokenizers = [
+            T5Tokenizer.from_pretrained(flux / "tokenizer_2"),
+            CLIPTokenizer.from_pretrained(flux / "tokenizer"),
+        ]
+        padded = [tokens(captions, padding="max_length") for tokens in tokenizers]
+        return cls(*(torch.tensor(tokens["input_ids"], device=device) for tokens in padded))
 
     def __getitem__(self, index: Tensor) -> "CaptionTokens":
         return CaptionTokens(self.t5[index], self.clip[index])
@@ -204,37 +205,18 @@ def train_flux(
             save_file({name: value.half().clone() for name, value in state.items()}, work / WEAK)
 
     fit("flux", model, optimizer, warm_up, effort.steps, batch_loss, after_step)
-    assert isinstance(average.module, TinyFlux)
-    _write(average.module, folder)
-
-
-def _write(model: TinyFlux, folder: Path) -> None:
-    save_half(model.transformer, folder / "transformer")
-    save_half(model.text_encoder, folder / "text_encoder")
-    save_half(model.text_encoder_2, folder / "text_encoder_2")
-    clip_tokenizer(FLUX_PAD).save_pretrained(folder / "tokenizer")
-    t5_tokenizer().save_pretrained(folder / "tokenizer_2")
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=TIME_SHIFT, use_dynamic_shifting=False)
-    scheduler.save_pretrained(folder / "scheduler")
-    pipeline = FluxPipeline(
-        scheduler=scheduler,
-        vae=AutoencoderKL.from_pretrained(folder / "vae"),
-        text_encoder=model.text_encoder,
-        tokenizer=clip_tokenizer(FLUX_PAD),
-        text_encoder_2=model.text_encoder_2,
-        tokenizer_2=t5_tokenizer(),
-        transformer=model.transformer,
-    )
-    pipeline.save_config(folder)
+    for part in TRAINED:
+        save_half(getattr(average.module, part), folder / part)
+    for part in (".", "scheduler", "tokenizer", "tokenizer_2"):
+        copy_shipped(f"flux/{part}", folder / part)
 
 
 def load_flux(folder: Path, device: torch.device) -> tuple[TinyFlux, AutoencoderKL]:
     """The model and the VAE as a user would get them from the written folder, in float32."""
     pipeline = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     model = TinyFlux()
-    model.transformer = pipeline.transformer
-    model.text_encoder = pipeline.text_encoder
-    model.text_encoder_2 = pipeline.text_encoder_2
+    for part in TRAINED:
+        setattr(model, part, getattr(pipeline, part))
     return model.to(device).eval(), pipeline.vae.to(device).eval()
 
 

@@ -10,16 +10,15 @@ import open_clip
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BertTokenizer, CLIPConfig, CLIPModel
+from transformers import BertTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
 from g2rpo_ray.rewards.scorers.clip_features import ClipFeatures
 from g2rpo_ray.rewards.scorers.image_reward import build_model, rate
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
+from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
-from tiny_world.rewards import OPEN_CLIP_CONFIG, OPEN_CLIP_PAD
 from tiny_world.support import fit
-from tiny_world.vocabulary import caption_words, clip_tokenizer
 
 CLIP = "local-dir:tiny_world:clip"
 MEAN, STD = list(open_clip.OPENAI_DATASET_MEAN), list(open_clip.OPENAI_DATASET_STD)
@@ -66,7 +65,7 @@ _BLIP_NAMES = [
 
 def to_transformers(state: Mapping[str, Tensor]) -> CLIPModel:
     """A CLIPModel with the weights of one of the tiny world's open_clip models."""
-    sizes = json.loads(OPEN_CLIP_CONFIG)["model_cfg"]
+    sizes = json.loads((assets_dir() / "clip" / "open_clip_config.json").read_text())["model_cfg"]
     vision, text = sizes["vision_cfg"], sizes["text_cfg"]
     config = CLIPConfig(
         text_config=_tower(text, text["heads"])
@@ -111,19 +110,10 @@ def _tower(sizes: dict[str, int], heads: int) -> dict[str, Any]:
 def write_pickscore(folder: Path, model: CLIPModel) -> None:
     """A folder as PickScore's scorer takes it: model, tokenizer and preprocessing."""
     model.save_pretrained(folder)
-    clip_tokenizer(OPEN_CLIP_PAD).save_pretrained(folder)
+    CLIPTokenizer.from_pretrained(assets_dir() / "clip").save_pretrained(folder)
     side = model.config.vision_config.image_size
-    preprocess = {
-        "image_processor_type": "CLIPImageProcessor",
-        "size": {"shortest_edge": side},
-        "crop_size": {"height": side, "width": side},
-        "image_mean": MEAN,
-        "image_std": STD,
-        "resample": 3,
-        "rescale_factor": 1 / 255,
-        **dict.fromkeys(("do_resize", "do_center_crop", "do_normalize", "do_rescale"), True),
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(preprocess, indent=2) + "\n")
+    sizes = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    CLIPImageProcessor(**sizes).save_pretrained(folder)
 
 
 def fit_aesthetic_head(features: ClipFeatures, seed: int, pictures: int) -> dict[str, Tensor]:
@@ -154,7 +144,8 @@ def train_image_reward(folder: Path, steps: int, families: int, seed: int) -> fl
     """
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "vocab.txt").write_text("\n".join([*BERT_SPECIAL, *caption_words()]) + "\n")
+    words = sorted({word for caption in all_captions() for word in caption.split()})
+    (folder / "vocab.txt").write_text("\n".join([*BERT_SPECIAL, *words]) + "\n")
     tokenizer = BertTokenizer(str(folder / "vocab.txt"))
     tokenizer.save_pretrained(folder / "tokenizer")
     (folder / "vocab.txt").unlink()
