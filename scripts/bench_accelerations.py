@@ -25,33 +25,26 @@ from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, evenly, read_config_prompts
 
-PAPER = [
-    "sampling.steps=16",
-    "sampling.members=12",
-    "g2rpo.sde_steps=[0,1,2,3,4,5,6,7]",
-    "g2rpo.granularities=[1,2]",
-]
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where results go")
     parser.add_argument("--prompts", type=int, default=16, help="held-out prompts to draw")
     options = parser.parse_args()
-    exact_config = make_config([])
+    exact_config = make_config("exact")
     prompts = encode(exact_config, options.prompts)
     exact, evaluations = advantages(exact_config, prompts)
     print(f"exact: {evaluations} evaluations a prompt", flush=True)
     results = {}
     for variant in (name for name in VARIANTS if name != "exact"):
-        values, variant_evaluations = advantages(make_config(VARIANTS[variant]), prompts)
+        values, variant_evaluations = advantages(make_config(variant), prompts)
+        groups = rank_correlation(exact, values)
+        pooled = rank_correlation(exact.flatten(), values.flatten())
         results[variant] = {
             "evaluations": variant_evaluations,
-            "rank_correlation": round(float(rank_correlation(exact, values).mean()), 4),
-            "lowest_group": round(float(rank_correlation(exact, values).min()), 4),
-            "rank_correlation_pooled": round(
-                float(rank_correlation(exact.flatten()[None], values.flatten()[None])), 4
-            ),
+            "rank_correlation": round(float(groups.mean()), 4),
+            "lowest_group": round(float(groups.min()), 4),
+            "rank_correlation_pooled": round(float(pooled), 4),
             "equal_signs": round(float((exact.sign() == values.sign()).float().mean()), 4),
         }
         print(variant, json.dumps(results[variant]), flush=True)
@@ -60,9 +53,11 @@ def main() -> int:
     return 0
 
 
-def make_config(overrides: list[str]) -> Config:
+def make_config(variant: str) -> Config:
     """The quickstart's model and rewards at the paper's T, K, G and granularities."""
-    return measuring.quickstart(["run_dir=unused", *PAPER, *overrides], ["clip", "hps"])
+    settings = ["run_dir=unused", *measuring.settings("accelerations")]
+    settings += [f"rollout.{key}={json.dumps(value)}" for key, value in VARIANTS[variant].items()]
+    return measuring.quickstart(settings, ["clip", "hps"])
 
 
 def encode(config: Config, count: int) -> list[Prompt]:

@@ -31,21 +31,12 @@ def train(folder: Path, pipeline: str, seed: int, iterations: int, trained_steps
     run_dir = folder / f"{pipeline}_{seed}"
     config = measuring.quickstart(
         [
+            *measuring.settings("overlap"),
             f"run_dir={run_dir}",
             f"pipeline={pipeline}",
             f"seed={seed}",
             f"iterations={iterations}",
-            "algorithm=flow_grpo",
-            "flow_grpo.trained_steps=first",
             f"flow_grpo.first={trained_steps}",
-            "evaluation.every=0",
-            "evaluation.prompts=64",
-            "checkpoint.every=1000",
-            "checkpoint.snapshot_every=0",
-            "rollout.workers=1",
-            "learner.ranks=1",
-            "tracking.tensorboard=false",
-            "cluster.dashboard=false",
         ],
         REWARDS,
     )

@@ -44,9 +44,9 @@ class Case:
     side: int
     """Height and width of the pictures."""
     pictures: int
-    batch_size: int
     dtypes: tuple[str, ...]
     device: torch.device
+    batch_size: int = 32
 
 
 @dataclass(frozen=True)
@@ -65,23 +65,23 @@ class Scorer:
 
 
 def main() -> None:
-    arguments = _arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() and not arguments.tiny else "cpu")
-    if device.type == "cpu" and not arguments.tiny:
-        raise SystemExit("no CUDA card; --tiny measures the quickstart's scorers on the CPU")
-    if arguments.tiny:
-        torch.set_num_threads(arguments.threads)
-        case = Case(
-            f"local-dir:{assets_dir() / 'clip'}", 64, 24, 32, ("float32", "bfloat16"), device
-        )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="the quickstart's scorers, on the CPU")
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
+    parser.add_argument("--json", type=Path, help="file for the result")
+    options = parser.parse_args()
+    if options.tiny:
+        torch.set_num_threads(1)
+        clip, dtypes = f"local-dir:{assets_dir() / 'clip'}", ("float32", "bfloat16")
+        case = Case(clip, 64, 24, dtypes, torch.device("cpu"))
+    elif torch.cuda.is_available():
+        dtypes = ("float32", "float16", "bfloat16")
+        case = Case(measuring.SCORER, 720, 192, dtypes, torch.device("cuda"))
     else:
-        case = Case(
-            arguments.architecture, arguments.side, arguments.pictures, arguments.batch_size,
-            tuple(arguments.dtypes.split(",")), device,
-        )  # fmt: skip
-    result = measure(case, arguments.repeats)
+        raise SystemExit("no CUDA card; --tiny measures the quickstart's scorers on the CPU")
+    result = measure(case, options.repeats)
     print_table(result)
-    measuring.write_json(arguments.json, result)
+    measuring.write_json(options.json, result)
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
@@ -91,18 +91,16 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     one_at_a_time(scorers, pictures[:4], case.device)
     singles = [measuring.timed(alone) for _ in range(repeats)]
     single_s, expected = min(seconds for seconds, _ in singles), singles[0][1]
-    rows: list[dict[str, Any]] = []
+    rows = []
     for dtype in case.dtypes:
-        batched_s, preprocess_s, scores = time_batched(
-            case, DTYPES[dtype], scorers, pictures, repeats
-        )
+        row, scores = time_batched(case, DTYPES[dtype], scorers, pictures, repeats)
+        per_scorer_s = row["batched_s"] / len(pictures) / len(scorers)
         rows.append(
             {
                 "dtype": dtype,
-                "batched_s": batched_s,
-                "preprocess_s": preprocess_s,
-                "ratio": single_s / batched_s,
-                "ms_per_picture_and_scorer": 1e3 * batched_s / len(pictures) / len(scorers),
+                **row,
+                "ratio": single_s / row["batched_s"],
+                "ms_per_picture_and_scorer": 1e3 * per_scorer_s,
                 "max_abs_score_difference": float((scores - expected).abs().max()),
             }
         )
@@ -128,7 +126,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 def time_batched(
     case: Case, dtype: torch.dtype, scorers: list[Scorer], pictures: Tensor, repeats: int
-) -> tuple[float, float, Tensor]:
+) -> tuple[dict[str, float], Tensor]:
     """Seconds of our way and of its preprocessing, and the scores, float32 ``[B, scorers]``."""
     asked = [
         ClipFeatures(
@@ -149,10 +147,13 @@ def time_batched(
             for part in pictures.split(case.batch_size):
                 scorer.preprocess(to_device(part, case.device))
 
-    preprocess_s = min(measuring.timed(preprocess)[0] for _ in range(repeats))
+    seconds = {
+        "batched_s": min(seconds for seconds, _ in runs),
+        "preprocess_s": min(measuring.timed(preprocess)[0] for _ in range(repeats)),
+    }
     for scorer in scorers:
         scorer.model.float()
-    return min(seconds for seconds, _ in runs), preprocess_s, runs[-1][1]
+    return seconds, runs[-1][1]
 
 
 def make_pictures(case: Case) -> Tensor:
@@ -248,20 +249,6 @@ def print_table(result: dict[str, Any]) -> None:
         )
     spreads = ", ".join(f"{spread:.1e}" for spread in result["score_spread"])
     print(f"\nStandard deviation of the scores over the pictures: {spreads}")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="the quickstart's scorers, on the CPU")
-    parser.add_argument("--architecture", default="ViT-H-14", help="open_clip name")
-    parser.add_argument("--pictures", type=int, default=192)
-    parser.add_argument("--side", type=int, default=720, help="height and width, pixels")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--dtypes", default="float32,float16,bfloat16")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU, with --tiny")
-    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
-    parser.add_argument("--json", type=Path, help="file for the result")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -46,24 +46,14 @@ from g2rpo_ray.sampling.engine import RolloutEngine, schedule_of
 from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.training.roles import launch_rollout
 
-ON_ONE_CARD = [
-    "sampling.members=12",
-    "g2rpo.sde_steps=[0,1,2,3,4,5,6,7]",
-    "g2rpo.granularities=[1,2]",
-    "rollout.gpus_per_worker=0.8",
-]
-TINY = ["sampling.steps=8", "sampling.members=4", "g2rpo.sde_steps=[0,1]", "rollout.workers=1"]
-VARIANTS = {
-    "exact": [],
-    "fp8": ["rollout.fp8=true"],
-    "thin": ["rollout.thin_completions=true"],
-    "fp8+thin": ["rollout.fp8=true", "rollout.thin_completions=true"],
-    "early-fp8+thin": [
-        "rollout.fp8=true",
-        "rollout.fp8_above_sigma=0.5",
-        "rollout.thin_completions=true",
-    ],
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "fp8": {"fp8": True},
+    "thin": {"thin_completions": True},
+    "fp8+thin": {"fp8": True, "thin_completions": True},
+    "early-fp8+thin": {"fp8": True, "fp8_above_sigma": 0.5, "thin_completions": True},
 }
+"""Name -> settings of ``rollout``."""
 MATRIX_SIDE = {True: 1024, False: 8192}
 
 
@@ -99,9 +89,9 @@ def main() -> int:
 
 def make_config(scratch: Path, tiny: bool, overrides: list[str]) -> Config:
     """The quickstart's settings, turned into the benchmark's; two scorers, of ViT-H-14."""
+    names = ["rollout_tiny"] if tiny else ["true_size", "rollout"]
     settings = [
-        *measuring.RANDOM_WEIGHTS,
-        *(TINY if tiny else [*measuring.TRUE_SIZE, *ON_ONE_CARD]),
+        *measuring.settings("random_weights", *names),
         "sampling.prompts_per_iteration=1",
         "learner.gpus_per_rank=0",
         f"model.path={measuring.write_model_folder(scratch / 'flux', tiny)}",
@@ -286,11 +276,12 @@ class PublishedScorer:
 
 def engine_stage(results: Results, config: Config, variant: str, cards: int) -> None:
     """Whole prompts, one a worker, through the roles of a run; as many replicas of each scorer."""
-    overrides = [*VARIANTS[variant], f"rollout.workers={cards}"]
-    config = overridden(config, overrides)
     replicas = {"min_replicas": cards, "max_replicas": cards}
-    rewards = {name: r.model_copy(update=replicas) for name, r in config.rewards.items()}
-    config = config.model_copy(update={"rewards": rewards})
+    changes = {
+        "rollout": config.rollout.model_copy(update=VARIANTS[variant] | {"workers": cards}),
+        "rewards": {name: r.model_copy(update=replicas) for name, r in config.rewards.items()},
+    }
+    config = config.model_copy(update=changes)
     compared = "published" in results.content and cards == 1 and variant == "exact"
     evaluation_s = batch_evaluation_s(config) if compared else None
     print(f"{variant}, {cards} workers:")
@@ -339,13 +330,6 @@ def batch_evaluation_s(config: Config) -> float:
     del engine
     torch.cuda.empty_cache()
     return seconds
-
-
-def overridden(config: Config, overrides: list[str]) -> Config:
-    """The configuration with some of ``rollout``'s settings changed."""
-    changes = dict(o.removeprefix("rollout.").split("=") for o in overrides)
-    values = {key: json.loads(text) for key, text in changes.items()}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=values)})
 
 
 def random_prompt(config: Config, number: int) -> Prompt:

@@ -10,14 +10,14 @@
 ``one_card``: LoRA; rollout worker, learner rank and reward server share a card by fractions.
 ``four_cards``: all weights; two ZeRO-3 ranks and two rollout workers, each on its own card, and a
 reward server that has a tenth of a worker's. Members and SDE steps are reduced; ``key=value``
-overrides any setting. Every stage has a time limit, and the file is written after each one.
+overrides any setting. The file is written after every stage; one that
+takes too long ends the process, which then says where it stood.
 """
 
 import argparse
 import faulthandler
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -41,48 +41,7 @@ from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.training.roles import Roles, launch
 
-GRACE_S = 20.0
 STAGES = "sync,pass,iteration,checkpoint"
-
-COMMON = [
-    "sampling.prompts_per_iteration=2",
-    "sampling.members=4",
-    "g2rpo.sde_steps=[0,1]",
-    "learner.learning_rate=1e-6",
-    "evaluation.prompts=1",
-]
-TRUE_SIZE = ["model.gradient_checkpointing=true", "learner.threads=16"]
-ONE_CARD = [
-    "model.lora={rank: 64, alpha: 128.0}",
-    "rollout.workers=1",
-    "learner.ranks=1",
-    "learner.zero_stage=2",
-    "learner.update=per_sde_step",
-    "weight_sync.transport=object_store",
-]
-ONE_CARD_SHARES = [
-    "rollout.gpus_per_worker=0.42",
-    "learner.gpus_per_rank=0.44",
-    "rewards.hps.gpus_per_replica=0.08",
-]
-FOUR_CARDS = [
-    "rollout.workers=2",
-    "learner.ranks=2",
-    "learner.zero_stage=3",
-    "learner.update=per_iteration",
-    "weight_sync.transport=nccl",
-]
-FOUR_CARDS_SHARES = [
-    "rollout.gpus_per_worker=0.9",
-    "rewards.hps.gpus_per_replica=0.1",
-    "learner.gpus_per_rank=1",
-    # 12 B of fp32 state a parameter: 71 GB a rank do not fit beside its weights.
-    "learner.offload_optimizer=true",
-]
-
-
-class StageTimeoutError(Exception):
-    """A stage took longer than its limit."""
 
 
 class Results:
@@ -94,31 +53,23 @@ class Results:
 
     @contextmanager
     def stage(self, name: str, limit_s: float) -> Iterator[dict[str, Any]]:
-        """Time a stage, end it at its limit, and keep what it puts into the dictionary."""
+        """Time a stage and keep what it puts into the dictionary; at its limit, end the process."""
         print(f"{name} (at most {limit_s:g} s):")
         found: dict[str, Any] = {}
         started_s = time.perf_counter()
-        # Where the exception cannot be raised, the process ends.
-        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True)
-        signal.signal(signal.SIGALRM, partial(_raise_timeout, name, limit_s))
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        faulthandler.dump_traceback_later(limit_s, exit=True)
         try:
             yield found
         except BaseException as error:
             found["failed"] = f"{type(error).__name__}: {error}"
             raise
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
             faulthandler.cancel_dump_traceback_later()
             found["wall_s"] = round(time.perf_counter() - started_s, 3)
             self.content["stages"][name] = found
             measuring.write_json(self.path, self.content)
             for key, value in found.items():
                 print(f"  {key}: {json.dumps(value)}")
-
-
-def _raise_timeout(name: str, limit_s: float, *_: object) -> None:
-    raise StageTimeoutError(f"{name} took longer than {limit_s:g} s")
 
 
 class Bench:
@@ -334,11 +285,11 @@ def make_config(options: argparse.Namespace, scratch: Path) -> tuple[Config, lis
     if options.heads is not None:
         architecture = model / "transformer" / "config.json"
         measuring.change_json(architecture, {"num_attention_heads": options.heads})
-    one_card = options.setup == "one_card"
-    overrides = measuring.RANDOM_WEIGHTS + COMMON + (ONE_CARD if one_card else FOUR_CARDS)
+    overrides = measuring.settings("random_weights", "scale", options.setup)
     if not options.tiny:
-        overrides += measuring.TRUE_SIZE + TRUE_SIZE
-        overrides += ONE_CARD_SHARES if one_card else FOUR_CARDS_SHARES
+        overrides += measuring.settings(
+            "true_size", "scale_true_size", f"{options.setup}_true_size"
+        )
         scorer = measuring.write_scorer(scratch / "hps.pt")
         overrides += [f"rewards.hps.options={json.dumps(scorer)}"]
     overrides += [f"model.path={model}", f"run_dir={scratch / 'run'}", *options.overrides]

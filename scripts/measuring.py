@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 import torch
+import yaml
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
@@ -24,26 +25,13 @@ GIB = 2**30
 PROMPT = "a red circle left of a green triangle"
 SCORER = "ViT-H-14"
 """Architecture of the true-size scorers."""
-RANDOM_WEIGHTS = [
-    "seed=0",
-    "iterations=1",
-    "model.random_weights=true",
-    "cluster.dashboard=false",
-    "cluster.start_timeout_s=300",
-]
-TRUE_SIZE = [
-    "model.dtype=bfloat16",
-    "prompts.max_sequence_length=512",
-    "sampling.height=720",
-    "sampling.width=720",
-    "sampling.steps=16",
-    "rollout.batch_size=8",
-    "rollout.decode_batch_size=4",
-    "rollout.cpus_per_worker=2",
-    "rollout.threads=4",
-]
-
 T = TypeVar("T")
+
+
+def settings(*names: str) -> list[str]:
+    """Overrides: those that ``settings.yaml`` has under these names, in their order."""
+    known = yaml.safe_load((ROOT / "scripts" / "settings.yaml").read_text(encoding="utf-8"))
+    return [f"{key}={json.dumps(value)}" for name in names for key, value in known[name].items()]
 
 
 def quickstart(overrides: Sequence[str], rewards: Sequence[str] | None = None) -> Config:

@@ -54,40 +54,12 @@ LEAVING_S = 30.0
 """For what a finished run had on the cluster to go."""
 CPUS = 1
 """Of each of the two nodes; the roles take a quarter each, and there are five."""
-SETTINGS = [
-    "sampling.steps=3",
-    "sampling.members=2",
-    "sampling.prompts_per_iteration=2",
-    "g2rpo.sde_steps=[0]",
-    "g2rpo.granularities=[1]",
-    "evaluation.prompts=1",
-    "evaluation.steps=2",
-    "evaluation.every=0",
-    "checkpoint.every=1000",
-    "tracking.tensorboard=false",
-    "rollout.workers=2",
-    "rollout.cpus_per_worker=0.25",
-    "rollout.timeout_s=30",
-    "rollout.min_deadline_s=15",
-    "rollout.attempts=50",
-    "learner.ranks=2",
-    "learner.cpus_per_rank=0.25",
-    "learner.timeout_s=30",
-    "learner.min_deadline_s=8",
-    "learner.max_failures=1000",
-    "weight_sync.timeout_s=10",
-    "cluster.dashboard=false",
-    "cluster.start_timeout_s=120",
-    "rewards.clip.cpus_per_replica=0.25",
-    "rewards.clip.timeout_s=60",
-    "rewards.clip.health_timeout_s=12",
-]
 
 
 def soak_config(run_dir: Path, address: str, iterations: int) -> Config:
     """The quickstart, made as small as it gets."""
     overrides = [f"run_dir={run_dir}", f"cluster.address={address}", f"iterations={iterations}"]
-    return measuring.quickstart([*SETTINGS, *overrides], ["clip"])
+    return measuring.quickstart([*measuring.settings("soak"), *overrides], ["clip"])
 
 
 @dataclass
