@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import (
@@ -28,14 +27,13 @@ from tiny_world.support import copy_shipped, fit, save_half
 
 TIME_SHIFT = 3.0
 GUIDANCE = 3.5
-WEAK = "weak_flux.safetensors"
 TRAINED = ("transformer", "text_encoder", "text_encoder_2")
 
 
 @dataclass(frozen=True)
 class FluxEffort:
     steps: int  # few on purpose: reinforcement learning needs room to rise
-    weak_steps: int  # when the weak model is kept
+    weak_steps: int  # when the weak model is kept; at most `steps`
     batch: int
     bank: int  # encoded pictures a caption
     learning_rate: float = 1.5e-3
@@ -163,14 +161,16 @@ def _latent_bank(vae: AutoencoderKL, source: PictureSource, per_caption: int) ->
     )
 
 
-def train_flux(
-    folder: Path, work: Path, effort: FluxEffort, device: torch.device, seed: int
-) -> None:
-    """Train on all captions, write the FLUX folder beside its `vae`, keep a weaker model in `work`.
+def train_flux(folder: Path, effort: FluxEffort, device: torch.device, seed: int) -> TinyFlux:
+    """Train on all captions and write the FLUX folder beside its `vae`.
 
     Times are uniform before the shift, so they fall as densely as a shift-3 schedule walks them.
     The guidance input is random and means nothing: a sampler may set any value from 1 to 6.
+
+    Returns:
+        An earlier, worse model in half precision's numbers, whose pictures lose against drawn ones.
     """
+    weak = TinyFlux()
     torch.manual_seed(seed)
     vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
     source = PictureSource(device, seed)
@@ -200,15 +200,14 @@ def train_flux(
     def after_step(step: int) -> None:
         average.update_parameters(model)
         if step + 1 == effort.weak_steps:
-            # safetensors refuses shared storage, so the tied T5 embedding is copied.
-            state = average.module.state_dict()
-            save_file({name: value.half().clone() for name, value in state.items()}, work / WEAK)
+            weak.load_state_dict(average.module.state_dict())
 
     fit("flux", model, optimizer, warm_up, effort.steps, batch_loss, after_step)
     for part in TRAINED:
         save_half(getattr(average.module, part), folder / part)
     for part in (".", "scheduler", "tokenizer", "tokenizer_2"):
         copy_shipped(f"flux/{part}", folder / part)
+    return weak.half().float().to(device).eval()
 
 
 def load_flux(folder: Path, device: torch.device) -> tuple[TinyFlux, AutoencoderKL]:
@@ -218,10 +217,3 @@ def load_flux(folder: Path, device: torch.device) -> tuple[TinyFlux, Autoencoder
     for part in TRAINED:
         setattr(model, part, getattr(pipeline, part))
     return model.to(device).eval(), pipeline.vae.to(device).eval()
-
-
-def load_weak_flux(work: Path, device: torch.device) -> TinyFlux:
-    """The earlier, worse model whose pictures lose against drawn ones."""
-    model = TinyFlux()
-    model.load_state_dict(load_file(work / WEAK))
-    return model.to(device).eval()
