@@ -26,7 +26,7 @@ WARM_UP = 3
 """First iterations that are left out of the times."""
 
 
-def train(folder: Path, pipeline: str, seed: int, iterations: int, trained_steps: int) -> Path:
+def train(folder: Path, pipeline: str, seed: int, iterations: int) -> Path:
     """A run of its own process; gives its folder."""
     run_dir = folder / f"{pipeline}_{seed}"
     config = measuring.quickstart(
@@ -36,7 +36,6 @@ def train(folder: Path, pipeline: str, seed: int, iterations: int, trained_steps
             f"pipeline={pipeline}",
             f"seed={seed}",
             f"iterations={iterations}",
-            f"flow_grpo.first={trained_steps}",
         ],
         REWARDS,
     )
@@ -71,7 +70,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--trained-steps", type=int, default=2, help="more make the learner slower")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -80,12 +78,12 @@ def main() -> int:
     found: dict[str, list[dict[str, Any]]] = {pipeline: [] for pipeline in PIPELINES}
     for seed in options.seeds:
         for pipeline in PIPELINES:
-            run_dir = train(folder, pipeline, seed, options.iterations, options.trained_steps)
+            run_dir = train(folder, pipeline, seed, options.iterations)
             found[pipeline].append(measure(run_dir))
             print(pipeline, seed, found[pipeline][-1], flush=True)
     ratios = [
         a["time/iteration_s"] / b["time/iteration_s"]
-        for a, b in zip(found["sync"], found["one_step_off"], strict=True)
+        for a, b in zip(*(found[pipeline] for pipeline in PIPELINES), strict=True)
     ]
     rewards = {name: [run["reward"] for run in runs] for name, runs in found.items()}
     result = {

@@ -80,13 +80,13 @@ def main() -> None:
     else:
         raise SystemExit("no CUDA card; --tiny measures the quickstart's scorers on the CPU")
     result = measure(case, options.repeats)
-    print_table(result)
+    show(result)
     measuring.write_json(options.json, result)
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Seconds of both ways for all pictures and both scorers, and how far their scores differ."""
-    pictures, scorers = make_pictures(case), list(make_scorers(case))
+    pictures, scorers = make_pictures(case), list(make_scorers(case.architecture, case.device))
     alone = partial(one_at_a_time, scorers, pictures, case.device)
     one_at_a_time(scorers, pictures[:4], case.device)
     singles = [measuring.timed(alone) for _ in range(repeats)]
@@ -165,18 +165,17 @@ def make_pictures(case: Case) -> Tensor:
     return (255 * images).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def make_scorers(case: Case) -> Iterator[Scorer]:
+def make_scorers(architecture: str, device: torch.device) -> Iterator[Scorer]:
     """HPS and CLIP, with the model's own weights or random ones."""
     torch.manual_seed(0)
-    own_weights = case.architecture.startswith("local-dir:")
+    own_weights = architecture.startswith("local-dir:")
     for name in ("hps", "clip"):
         # Random weights are drawn on the device: a processor takes half a minute for them.
-        with case.device:
-            model = open_clip.create_model(
-                case.architecture, load_weights=own_weights, device=case.device
-            ).eval()
+        with device:
+            model = open_clip.create_model(architecture, load_weights=own_weights, device=device)
+        model.eval()
         settings = model.visual.preprocess_cfg
-        tokenizer = open_clip.get_tokenizer(case.architecture)
+        tokenizer = open_clip.get_tokenizer(architecture)
         if name == "clip":
             one: Any = image_transform_v2(PreprocessCfg(**settings), is_train=False)
             yield Scorer(name, model, tokenizer, one, ClipPreprocess.of_open_clip(settings))
@@ -227,26 +226,15 @@ def batched(scorers: list[ClipFeatures], pictures: Tensor, batch_size: int) -> T
         return torch.stack(list(servers.map(score, scorers)), dim=1)
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """The result as a markdown table."""
+def show(result: dict[str, Any]) -> None:
+    """The result in words and as a Markdown table."""
     print(
         f"{result['pictures']} pictures of {result['side']}x{result['side']}, scorers "
         f"{' and '.join(result['scorers'])} ({result['architecture'].rpartition('/')[2]}), "
-        f"{result['device']}, torch {result['versions']['torch']}, {result['date']}\n"
+        f"{result['device']}, torch {result['versions']['torch']}, {result['date']}\n\n"
+        f"one at a time: {result['one_at_a_time_s']:.3f} s; batches of {result['batch_size']}:\n"
     )
-    print(
-        "| way | s | ms a picture and scorer | of it preprocessing, s | ratio | max score diff. |"
-    )
-    print("| --- | --- | --- | --- | --- | --- |")
-    count = result["pictures"] * len(result["scorers"])
-    single_s = result["one_at_a_time_s"]
-    print(f"| one at a time | {single_s:.3f} | {1e3 * single_s / count:.2f} | | 1 | |")
-    for row in result["batched"]:
-        print(
-            f"| batches of {result['batch_size']}, {row['dtype']} | {row['batched_s']:.3f} | "
-            f"{row['ms_per_picture_and_scorer']:.2f} | {row['preprocess_s']:.3f} | "
-            f"{row['ratio']:.1f} | {row['max_abs_score_difference']:.1e} |"
-        )
+    measuring.print_table(result["batched"])
     spreads = ", ".join(f"{spread:.1e}" for spread in result["score_spread"])
     print(f"\nStandard deviation of the scores over the pictures: {spreads}")
 

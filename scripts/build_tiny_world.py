@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
+from pydantic import TypeAdapter
 
 import measuring
 from g2rpo_ray.tiny_world.scene import split_captions
@@ -29,6 +31,7 @@ from tiny_world.rewards import Painters, RewardEffort, train_clip, train_hps
 SIZE_LIMIT_MB = 16.0
 README = Path(__file__).parent / "tiny_world" / "assets_readme.md"
 """What the assets' README is made from."""
+EFFORTS = Path(__file__).parent / "tiny_world" / "efforts.yaml"
 
 
 @dataclass(frozen=True)
@@ -42,28 +45,6 @@ class Effort:
     vae_pictures: int
     captions: int | None  # held-out ones to measure; none: all
     rounds: int  # generated pictures a held-out caption and step count
-
-
-FULL = Effort(
-    vae=AutoencoderEffort(steps=3500, batch=256),
-    flux=FluxEffort(steps=1550, weak_steps=1050, batch=384, bank=48),
-    clip=RewardEffort(steps=3000, families=96, flawed=256, learning_rate=1.5e-3, bank=45),
-    hps=RewardEffort(
-        steps=1500, families=64, flawed=192, learning_rate=4e-4, bank=45, generated=8192
-    ),
-    vae_pictures=1024,
-    captions=None,
-    rounds=4,
-)
-QUICK = Effort(
-    vae=AutoencoderEffort(steps=3, batch=4),
-    flux=FluxEffort(steps=3, weak_steps=2, batch=8, bank=1),
-    clip=RewardEffort(steps=2, families=4, flawed=4, learning_rate=1e-3, bank=1),
-    hps=RewardEffort(steps=2, families=4, flawed=4, learning_rate=1e-4, bank=1, generated=4),
-    vae_pictures=8,
-    captions=4,
-    rounds=2,
-)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -85,7 +66,9 @@ def main(arguments: list[str] | None = None) -> None:
     # TF32 suffices for training; what is measured should be what a CPU computes, too.
     torch.set_float32_matmul_precision("high")
     start_s = time.monotonic()
-    for stage, found in build(options.out, QUICK if options.quick else FULL, device, options.seed):
+    efforts = yaml.safe_load(EFFORTS.read_text())
+    effort = TypeAdapter(Effort).validate_python(efforts["quick" if options.quick else "full"])
+    for stage, found in build(options.out, effort, device, options.seed):
         figures |= found
         seconds[stage] = round(time.monotonic() - start_s, 1)
         print(f"{stage}: {seconds[stage]} s")

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 import measuring
@@ -91,11 +92,6 @@ class Result:
     points: list[Point]
     first_max_abs_log_ratio: float | None
     """Largest |Δlog p| before an iteration's first update, over the whole run; None: not kept."""
-
-    @classmethod
-    def from_dict(cls, tree: dict[str, Any]) -> "Result":
-        points = [Point(**point) for point in tree["points"]]
-        return cls(Job(**tree["job"]), points, tree["first_max_abs_log_ratio"])
 
 
 def train(job: Job) -> Result:
@@ -418,7 +414,8 @@ def main() -> int:
     if not jobs:
         return 0
     if options.runs:
-        results = [Result.from_dict(run) for run in json.loads(options.runs.read_text())["runs"]]
+        runs = json.loads(options.runs.read_text())["runs"]
+        results = TypeAdapter(list[Result]).validate_python(runs)
     else:
         results = run_all(jobs, options.processes, options.json)
     try:

@@ -127,6 +127,14 @@ def matrix_s(side: int, dtype: torch.dtype, device: torch.device, repeats: int =
     return median_s(lambda: a @ b, repeats)
 
 
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Rows of the same keys as a Markdown table, numbers with four digits."""
+    print("| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
+    for row in rows:
+        cells = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
+        print("| " + " | ".join(cells) + " |")
+
+
 def card_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 

@@ -51,10 +51,11 @@ class TinyFlux(nn.Module):
         sizes = FluxTransformer2DModel.load_config(flux / "transformer")
         self.transformer = FluxTransformer2DModel.from_config(sizes)
 
-    def embed(self, tokens: "CaptionTokens") -> tuple[Tensor, Tensor]:
+    def embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """T5 states [B, 10, 64] and CLIP's pooled state [B, 64]."""
-        states = self.text_encoder_2(tokens.t5).last_hidden_state
-        return states, self.text_encoder(tokens.clip).pooler_output
+        t5, clip = tokens.split((10, 12), dim=1)
+        states = self.text_encoder_2(t5).last_hidden_state
+        return states, self.text_encoder(clip).pooler_output
 
     def velocity(
         self, packed: Tensor, sigma: Tensor, guidance: Tensor, states: Tensor, pooled: Tensor
@@ -84,34 +85,22 @@ def unpack(packed: Tensor) -> Tensor:
     return F.fold(packed.mT, (8, 8), 2, stride=2)
 
 
-@dataclass(frozen=True)
-class CaptionTokens:
-    """Token ids of captions, int64 [B, length]."""
-
-    t5: Tensor
-    clip: Tensor
-
-    @classmethod
-    def of(cls, captions: list[str], device: torch.device) -> "CaptionTokens":
-        flux = assets_dir() / "flux"
-        tokenizers = [
-            T5Tokenizer.from_pretrained(flux / "tokenizer_2"),
-            CLIPTokenizer.from_pretrained(flux / "tokenizer"),
-        ]
-        padded = [tokens(captions, padding="max_length") for tokens in tokenizers]
-        return cls(*(torch.tensor(tokens["input_ids"], device=device) for tokens in padded))
-
-    def __getitem__(self, index: Tensor) -> "CaptionTokens":
-        return CaptionTokens(self.t5[index], self.clip[index])
+def caption_tokens(captions: list[str], device: torch.device) -> Tensor:
+    """Token ids of T5 and of CLIP side by side, int64 [B, 10 + 12]."""
+    flux = assets_dir() / "flux"
+    tokenizers = [
+        T5Tokenizer.from_pretrained(flux / "tokenizer_2"),
+        CLIPTokenizer.from_pretrained(flux / "tokenizer"),
+    ]
+    ids = [tokenizer(captions, padding="max_length")["input_ids"] for tokenizer in tokenizers]
+    return torch.cat([torch.tensor(each) for each in ids], dim=1).to(device)
 
 
 @torch.no_grad()
-def generate(
-    model: TinyFlux, vae: AutoencoderKL, tokens: CaptionTokens, steps: int, seed: int
-) -> Tensor:
+def generate(model: TinyFlux, vae: AutoencoderKL, tokens: Tensor, steps: int, seed: int) -> Tensor:
     """Euler pictures of the captions, uint8 [B, 64, 64, 3] on the CPU, noise from the seed."""
-    device = tokens.t5.device
-    noise = torch.randn(len(tokens.t5), 16, 8, 8, generator=torch.Generator().manual_seed(seed))
+    device = tokens.device
+    noise = torch.randn(len(tokens), 16, 8, 8, generator=torch.Generator().manual_seed(seed))
     pictures = []
     for rows in torch.arange(len(noise)).split(512):
         states, pooled = model.embed(tokens[rows.to(device)])
@@ -128,7 +117,7 @@ def generate(
 
 @torch.no_grad()
 def finish(
-    model: TinyFlux, vae: AutoencoderKL, tokens: CaptionTokens, pictures: Tensor, sigma: Tensor
+    model: TinyFlux, vae: AutoencoderKL, tokens: Tensor, pictures: Tensor, sigma: Tensor
 ) -> Tensor:
     """Noise pictures up to a time of their own and let the model finish them in three steps.
 
@@ -175,7 +164,7 @@ def train_flux(folder: Path, effort: FluxEffort, device: torch.device, seed: int
     vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
     source = PictureSource(device, seed)
     bank = _latent_bank(vae, source, effort.bank)
-    tokens = CaptionTokens.of(all_captions(), device)
+    tokens = caption_tokens(all_captions(), device)
     model = TinyFlux().to(device)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(effort.ema))
     optimizer = torch.optim.AdamW(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
-from tiny_world.flux import CaptionTokens, TinyFlux, finish, generate
+from tiny_world.flux import TinyFlux, caption_tokens, finish, generate
 from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
 from tiny_world.support import copy_shipped, fit
 
@@ -101,7 +101,7 @@ class TrainingPictures:
     def __init__(self, painters: Painters, device: torch.device, rounds: int, seed: int) -> None:
         self.source = PictureSource(device, seed)
         self.painters = painters
-        self.tokens = CaptionTokens.of(all_captions(), device)
+        self.tokens = caption_tokens(all_captions(), device)
         self._right = self._bank(self._draw_right, rounds)
         self._flawed = self._bank(self._draw_flawed, rounds)
 
@@ -304,7 +304,7 @@ def _generated(pictures: TrainingPictures, count: int, seed: int) -> tuple[Tenso
     drawn, asked = [], []
     for steps in (6, 12):
         captions = pictures.source.captions(count)
-        device = pictures.tokens.t5.device
+        device = pictures.tokens.device
         tokens, painters = pictures.tokens[captions.to(device)], pictures.painters
         drawn.append(generate(painters.weak, painters.vae, tokens, steps, seed + steps).to(device))
         asked.append(captions)

@@ -9,7 +9,7 @@ from typing import Any
 import open_clip
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BertTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
 from g2rpo_ray.rewards.scorers.clip_features import ClipFeatures
@@ -159,7 +159,16 @@ def train_image_reward(folder: Path, steps: int, families: int, seed: int) -> fl
     tokens = tokenizer(
         all_captions(), padding="max_length", max_length=TEXT_LENGTH, return_tensors="pt"
     )
-    reader = _Reader(model, tokens.input_ids, tokens.attention_mask)
+    preprocess = ClipPreprocess((SIDE, SIDE), MEAN, STD)
+
+    def score(pictures: Tensor, captions: Tensor) -> Tensor:
+        """float32 [B, C] of uint8 [B, 64, 64, 3] and caption indices [B, C], with gradients."""
+        seen = model["vision"](preprocess(to_device(pictures, torch.device("cpu"))))
+        states = seen.last_hidden_state.repeat_interleave(captions.shape[1], dim=0)
+        rows = captions.flatten()
+        scores = rate(model, states, tokens.input_ids[rows], tokens.attention_mask[rows])
+        return scores.view(captions.shape)
+
     source = PictureSource(torch.device("cpu"), seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
@@ -168,8 +177,8 @@ def train_image_reward(folder: Path, steps: int, families: int, seed: int) -> fl
         captions, near = source.families(families, 2).unbind(dim=1)
         right = _worn(source.draw(captions), source.generator)
         flawed = _worn(source.draw_flawed(captions), source.generator)
-        own, miss, other = reader(right, torch.stack((captions, near, captions.roll(1)), dim=1)).T
-        spoiled = reader(flawed, captions[:, None])[:, 0]
+        own, miss, other = score(right, torch.stack((captions, near, captions.roll(1)), dim=1)).T
+        spoiled = score(flawed, captions[:, None])[:, 0]
         return torch.stack(
             [F.softplus(worse - own).mean() for worse in (miss, other, spoiled)]
         ).sum()
@@ -180,7 +189,7 @@ def train_image_reward(folder: Path, steps: int, families: int, seed: int) -> fl
     captions, near = source.families(512, 2).unbind(dim=1)
     with torch.no_grad():
         model.eval()
-        own, miss = reader(source.draw(captions), torch.stack((captions, near), dim=1)).T
+        own, miss = score(source.draw(captions), torch.stack((captions, near), dim=1)).T
     return float((own > miss).float().mean())
 
 
@@ -195,26 +204,6 @@ def scorer_options(out: Path) -> dict[str, dict[str, Any]]:
             "tokenizer": str(out / "image_reward" / "tokenizer"),
         },
     }
-
-
-class _Reader:
-    """Scores pictures under several captions each, with gradients."""
-
-    def __init__(self, model: nn.ModuleDict, ids: Tensor, mask: Tensor) -> None:
-        self._model, self._ids, self._mask = model, ids, mask
-        self._preprocess = ClipPreprocess((SIDE, SIDE), MEAN, STD)
-
-    def __call__(self, pictures: Tensor, captions: Tensor) -> Tensor:
-        """float32 [B, C] of uint8 [B, 64, 64, 3] and caption indices [B, C]."""
-        seen = self._model["vision"](
-            self._preprocess(to_device(pictures, self._ids.device))
-        ).last_hidden_state
-        count = captions.shape[1]
-        rows = captions.flatten()
-        scores = rate(
-            self._model, seen.repeat_interleave(count, dim=0), self._ids[rows], self._mask[rows]
-        )
-        return scores.view(-1, count)
 
 
 def _blip_sizes() -> dict[str, Tensor]:
