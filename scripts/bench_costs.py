@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Measures what ``g2rpo plan`` predicts from, and writes it as an entry of a table of costs.
 
     python scripts/bench_costs.py --json costs.json            # one card, true-size FLUX.1-dev
@@ -9,7 +8,6 @@ its own process and time limit; one that fails or is too slow is named and left 
 on, and the file is written after every stage. Other cards' entries in the file stay as they are.
 """
 
-import argparse
 import multiprocessing
 import os
 import pickle
@@ -161,7 +159,17 @@ class Bench:
         else:
             lora = LoraSection(rank=rank, alpha=2.0 * rank)
             add_lora(policy.transformer, lora, policy.family, seed=0)
-        forward, backward = self.learner_calls(policy)
+        trained = sum(p.numel() for p in trainable_parameters(policy).values())
+        forward: Callable[..., Tensor] = policy
+        backward: Callable[[Tensor], object] = Tensor.backward
+        # fp32 master weights and moments of 12 B parameters need more than one card.
+        if not self.on_card or trained <= 10**9:
+            from g2rpo_ray.learner.engine import LearnerEngine
+
+            if not torch.distributed.is_initialized():
+                measuring.join_alone(self.device)
+            engine = LearnerEngine(policy, LearnerSection())
+            forward, backward = engine, partial(engine.backward, last=False)
         for checkpointing, batches in self.learners[rank].items():
             name = learner_pass_name(rank is not None, checkpointing)
             if checkpointing:
@@ -176,21 +184,6 @@ class Bench:
                     backward(predict().square().mean())
 
                 yield name, self.measure(batch, tflop, run)
-
-    def learner_calls(
-        self, policy: Policy
-    ) -> tuple[Callable[..., Tensor], Callable[[Tensor], None]]:
-        """How the network is called and differentiated: by DeepSpeed where its state fits."""
-        trained = sum(p.numel() for p in trainable_parameters(policy).values())
-        if self.on_card and trained > 10**9:
-            # fp32 master weights and moments of 12 B parameters need more than one card.
-            return policy, lambda loss: loss.backward()
-        from g2rpo_ray.learner.engine import LearnerEngine
-
-        if not torch.distributed.is_initialized():
-            measuring.join_alone(self.device)
-        engine = LearnerEngine(policy, LearnerSection())
-        return engine, partial(engine.backward, last=False)
 
     def optimizer(self) -> Iterator[Found]:
         """One AdamW step over fp32 weights, as a learner rank makes it on its shard."""
@@ -425,15 +418,11 @@ class Results:
             "rates": self.rates,
         }
         cards = load_costs(self.path).cards if self.path.exists() else {}
-        cards[_short_name(self.card)] = CardCosts.model_validate(entry)
+        known = (key for key in ("H100", "H200", "A100", "B200") if key in self.card.name)
+        short_name = next(known, self.card.name) if on_card else "cpu-core"
+        cards[short_name] = CardCosts.model_validate(entry)
         table = CostTable(cards=cards).model_dump(mode="json", exclude_defaults=True)
         measuring.write_json(self.path, table)
-
-
-def _short_name(card: Card) -> str:
-    if card.memory_gib is None:
-        return "cpu-core"
-    return next((key for key in ("H100", "H200", "A100", "B200") if key in card.name), card.name)
 
 
 def _processor() -> str:
@@ -444,8 +433,7 @@ def _processor() -> str:
 
 def main() -> int:
     """Returns 1 if a stage failed; the others' results are written all the same."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="table to write into")
+    parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--tiny", action="store_true", help="the quickstart's size, one CPU core")
     options = parser.parse_args()
     if options.json.exists():
@@ -456,7 +444,6 @@ def main() -> int:
     if options.tiny:
         torch.set_num_threads(1)
     diffusers.utils.logging.set_verbosity_error()
-    measuring.show_lines()
     bench = tiny_size() if options.tiny else true_size()
     results = Results(bench, options.json)
     if run_apart(60, bench.card, results.add):

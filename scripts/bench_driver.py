@@ -8,13 +8,11 @@ processes do not fit on one machine, and a group's work is a sleep. The sleep gr
 of workers, so that every row has the same load in groups per second.
 """
 
-import argparse
 import asyncio
 import itertools
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import psutil
@@ -85,10 +83,9 @@ def bench(workers: int, groups: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--groups", type=int, default=10_000)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ray.init(
         address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,

@@ -7,7 +7,6 @@ One rollout worker and one learner rank, a core each, and a recipe in which both
 pipelines alternate, so that a busy machine slows both down alike.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -67,20 +66,17 @@ def measure(run_dir: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    folder = (options.folder or Path(tempfile.mkdtemp(prefix="g2rpo-overlap-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="g2rpo-overlap-")).resolve()
     found: dict[str, list[dict[str, Any]]] = {pipeline: [] for pipeline in PIPELINES}
     for seed in options.seeds:
         for pipeline in PIPELINES:
             run_dir = train(folder, pipeline, seed, options.iterations)
             found[pipeline].append(measure(run_dir))
-            print(pipeline, seed, found[pipeline][-1], flush=True)
+            print(pipeline, seed, found[pipeline][-1])
     ratios = [
         a["time/iteration_s"] / b["time/iteration_s"]
         for a, b in zip(*(found[pipeline] for pipeline in PIPELINES), strict=True)

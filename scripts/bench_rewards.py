@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Scoring a prompt's pictures in batches, against one picture at a time, in one run.
 
     python scripts/bench_rewards.py --json rewards.json        # one card, two ViT-H-14 scorers
@@ -11,7 +10,6 @@ once, and has the scorers work beside each other. The largest difference of the 
 beside the time.
 """
 
-import argparse
 import platform
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -65,16 +62,16 @@ class Scorer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="the quickstart's scorers, on the CPU")
     parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
-    parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args()
     if options.tiny:
         torch.set_num_threads(1)
-        clip, dtypes = f"local-dir:{assets_dir() / 'clip'}", ("float32", "bfloat16")
-        case = Case(clip, 64, 24, dtypes, torch.device("cpu"))
+        clip = f"local-dir:{assets_dir() / 'clip'}"
+        case = Case(clip, 64, 24, ("float32", "bfloat16"), torch.device("cpu"))
     elif torch.cuda.is_available():
+        # In this order: a model that was bfloat16 has lost what float16 would keep.
         dtypes = ("float32", "float16", "bfloat16")
         case = Case(measuring.SCORER, 720, 192, dtypes, torch.device("cuda"))
     else:
@@ -91,7 +88,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
     one_at_a_time(scorers, pictures[:4], case.device)
     singles = [measuring.timed(alone) for _ in range(repeats)]
     single_s, expected = min(seconds for seconds, _ in singles), singles[0][1]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for dtype in case.dtypes:
         row, scores = time_batched(case, DTYPES[dtype], scorers, pictures, repeats)
         per_scorer_s = row["batched_s"] / len(pictures) / len(scorers)

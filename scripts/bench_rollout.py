@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The rollout engine against the published order, on true-size FLUX.1-dev with random weights.
 
     python scripts/bench_rollout.py --json rollout.json                       # one card
@@ -13,11 +12,9 @@ and extrapolated by the counts of evaluations and images. Our engine draws whole
 Ray: rollout workers, reward servers and pool as in a run. ``key=value`` overrides any setting.
 """
 
-import argparse
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
@@ -55,20 +52,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Name -> settings of ``rollout``."""
 PUBLISHED = (0, 3, 7)
 """SDE steps on which the published order is measured."""
-MATRIX_SIDE = {True: 1024, False: 8192}
 
 
 def main() -> int:
     """Returns 1 if nothing could be measured; the file is written after every stage."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="where results go")
+    parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--tiny", action="store_true", help="the quickstart's networks, on the CPU")
     parser.add_argument("--cards", default="1", help="numbers of rollout workers, such as 1,2,4")
     parser.add_argument("--variants", default="exact", help=f"some of {', '.join(VARIANTS)}")
     parser.add_argument("--no-published", action="store_true", help="leave the comparison out")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args()
-    measuring.show_lines()
     if not options.tiny and not torch.cuda.is_available():
         print("no CUDA card here; --tiny runs the same code on the CPU")
         return 1
@@ -76,7 +70,10 @@ def main() -> int:
         config = make_config(Path(scratch), options.tiny, options.overrides)
         torch.set_num_threads(config.rollout.threads)
         results = Results(options.json, config)
-        matrix_stage(results, MATRIX_SIDE[options.tiny])
+        # Rate of a large square product: what the utilisation is relative to.
+        side = 1024 if options.tiny else 8192
+        seconds = measuring.matrix_s(side, DTYPES[config.model.dtype], device_of(config))
+        results.add({"matrix_tflop_per_s": round(2 * side**3 / seconds / 1e12, 3)})
         if not options.no_published:
             published_stage(results, config, [k for k in PUBLISHED if k in config.g2rpo.sde_steps])
         for variant in options.variants.split(","):
@@ -90,46 +87,35 @@ def make_config(scratch: Path, tiny: bool, overrides: list[str]) -> Config:
     """The quickstart's settings, turned into the benchmark's; two scorers, of ViT-H-14."""
     names = ["rollout_tiny"] if tiny else ["true_size", "rollout"]
     settings = [
-        *measuring.settings("random_weights", *names),
-        "sampling.prompts_per_iteration=1",
-        "learner.gpus_per_rank=0",
+        *measuring.settings("random_weights", "rollout_any", *names),
         f"model.path={measuring.write_model_folder(scratch / 'flux', tiny)}",
         f"run_dir={scratch / 'run'}",
     ]
     if not tiny:
         options = measuring.write_scorer(scratch / "scorer.pt")
         for reward in ("hps", "clip"):
-            settings += [
-                f"rewards.{reward}.options={json.dumps(options)}",
-                f"rewards.{reward}.gpus_per_replica=0.1",
-                f"rewards.{reward}.threads=4",
-            ]
+            settings.append(f"rewards.{reward}.options={json.dumps(options)}")
     # The oracle knows only the tiny world's prompts.
     return measuring.quickstart([*settings, *overrides], ["clip", "hps"])
 
 
-@dataclass
 class Results:
     """What was measured; printed, and written after every stage."""
 
-    path: Path
-    config: Config
-    content: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        size = policy_size(self.config)
-        self.tflop_per_evaluation = size.evaluation.tflop
-        self.content = {
-            "card": measuring.card_name(device_of(self.config)),
+    def __init__(self, path: Path, config: Config) -> None:
+        self.path, self.config = path, config
+        self.tflop_per_evaluation = policy_size(config).evaluation.tflop
+        self.content: dict[str, Any] = {
+            "card": measuring.card_name(device_of(config)),
             "versions": {p: version(p) for p in ("torch", "ray", "diffusers", "open_clip_torch")},
             "settings": {
-                "picture": [self.config.sampling.height, self.config.sampling.width],
-                "steps": self.config.sampling.steps,
-                "members": self.config.sampling.members,
-                **self.config.g2rpo.model_dump(),
-                **self.config.rollout.model_dump(),
+                "picture": [config.sampling.height, config.sampling.width],
+                "steps": config.sampling.steps,
+                "members": config.sampling.members,
+                **config.g2rpo.model_dump(),
+                **config.rollout.model_dump(),
             },
-            "tflop_per_evaluation": round(size.evaluation.tflop, 2),
+            "tflop_per_evaluation": round(self.tflop_per_evaluation, 2),
             "engine": {},
         }
 
@@ -154,13 +140,6 @@ class Results:
             for name, e in engine.items()
         }
         self.add(values)
-
-
-def matrix_stage(results: Results, side: int) -> None:
-    """Rate of a large square product: what the utilisation is relative to."""
-    config = results.config
-    seconds = measuring.matrix_s(side, DTYPES[config.model.dtype], device_of(config))
-    results.add({"matrix_tflop_per_s": round(2 * side**3 / seconds / 1e12, 3)})
 
 
 def published_stage(results: Results, config: Config, sde_steps: list[int]) -> None:

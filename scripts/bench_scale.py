@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Whole iterations of true-size FLUX.1-dev with random weights, through the run's own roles.
 
     python scripts/bench_scale.py --setup one_card --json one_card.json
@@ -58,7 +57,11 @@ class Bench:
         """All stages asked for; the roles end with it."""
         with ExitStack() as stack:
             with self.stage("start", 420) as found:
-                note = partial(_note, time.perf_counter())
+                started_s = time.perf_counter()
+
+                def note(text: str) -> None:
+                    print(f"  {time.perf_counter() - started_s:.1f} s: {text}")
+
                 self.roles = stack.enter_context(launch(self.config, None, note))
                 found["trained"] = self.roles.learner.coverage
             known = {
@@ -180,10 +183,6 @@ class Bench:
         return dict(zip(named, answers, strict=True))
 
 
-def _note(started_s: float, text: str) -> None:
-    print(f"  {time.perf_counter() - started_s:.1f} s: {text}")
-
-
 class _HostWatch(threading.Thread):
     """Samples its process's anonymous memory: pages of mapped files are the page cache's."""
 
@@ -277,15 +276,13 @@ def make_config(options: argparse.Namespace, scratch: Path) -> tuple[Config, lis
 
 def main() -> int:
     """Returns 1 if a stage failed; what was measured before is in the file all the same."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--setup", choices=["one_card", "four_cards"], required=True)
-    parser.add_argument("--json", type=Path, required=True, help="where results go")
     parser.add_argument("--tiny", action="store_true", help="the quickstart's size, on CPUs")
     parser.add_argument("--heads", type=int, help="attention heads: a wider network")
     parser.add_argument("--stages", default=STAGES, help=f"some of {STAGES}, in any order")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args()
-    measuring.show_lines()
     with tempfile.TemporaryDirectory() as scratch:
         print("writing the model folder")
         config, overrides = make_config(options, Path(scratch))

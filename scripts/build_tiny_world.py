@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Train the models of the tiny world from a seed and write them in their real file layouts.
 
     python scripts/build_tiny_world.py --out g2rpo_ray/tiny_world/assets --seed 0 --device cuda
@@ -48,18 +47,14 @@ class Effort:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="assets folder")
     parser.add_argument("--seed", type=int, default=0, help="of all training (default 0)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write what is printed here")
     parser.add_argument("--quick", action="store_true", help="a few steps of everything")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no GPU is visible here; allowed: cpu")
-    measuring.show_lines()
     device = torch.device(options.device)
     seconds: dict[str, float] = {}
     figures: Figures = {}

@@ -359,11 +359,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
     for axis, reward in zip(axes, rewards, strict=True):
         for name in dict.fromkeys(result.job.row for result in results):
             curves = [r.points for r in results if r.job.row == name]
-            points = list(zip(*curves, strict=False))
-            x = [fmean(p.evaluations for p in place) / 1000 for place in points]
-            values = [[p.rewards[reward] for p in place] for place in points]
-            (line,) = axis.plot(x, [fmean(v) for v in values], label=name)
-            low, high = [min(v) for v in values], [max(v) for v in values]
+            places = list(zip(*curves, strict=False))
+            x = [fmean(p.evaluations for p in place) / 1000 for place in places]
+            values = np.array([[p.rewards[reward] for p in place] for place in places])
+            (line,) = axis.plot(x, values.mean(axis=1), label=name)
+            low, high = values.min(axis=1), values.max(axis=1)
             axis.fill_between(x, low, high, alpha=0.12, color=line.get_color())
         axis.set(title=reward, xlabel="evaluations (thousands)")
         axis.spines[["top", "right"]].set_visible(False)
@@ -373,7 +373,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only tune")
     parser.add_argument("--iterations", type=int, default=100, help="budget (a)")
@@ -386,7 +386,6 @@ def main() -> int:
     parser.add_argument("--tuning-evaluations", type=int, default=22_000, help="budget of tuning")
     parser.add_argument("--runs", type=Path, help="an earlier --json to show; nothing is trained")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
-    parser.add_argument("--json", type=Path, help="write everything that was measured")
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
     parser.add_argument("--markdown", type=Path, help="write the tables")
     options = parser.parse_args()

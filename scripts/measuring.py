@@ -1,9 +1,9 @@
 """What benchmarks share: settings, FLUX.1-dev's sizes with random weights, times, results."""
 
+import argparse
 import io
 import json
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import yaml
 
+from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.models.conditioning import Conditioning
@@ -95,10 +96,7 @@ def join_alone(device: torch.device) -> None:
     # DeepSpeed asks for cards when it is imported: not in a process that is still to fork.
     from g2rpo_ray.learner.engine import join_process_group
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    join_process_group(0, 1, "127.0.0.1", port, 600, device)
+    join_process_group(0, 1, *free_address(), 600, device)
 
 
 def timed(run: Callable[[], T]) -> tuple[float, T]:
@@ -139,10 +137,14 @@ def card_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def show_lines() -> None:
-    """Whoever watches a lent card must see how far it came, also through a pipe."""
+def make_parser(description: str | None, needs_file: bool = False) -> argparse.ArgumentParser:
+    """Options of a script, from its docstring's first line: so far ``--json``, for its results."""
+    # Whoever watches a lent card must see how far it came, also through a pipe.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, required=needs_file, help="where results go")
+    return parser
 
 
 def write_json(path: Path | None, content: object) -> None:

@@ -8,7 +8,6 @@ the end the run is stopped with SIGTERM, resumed to its end, and compared with a
 iterations that nobody disturbed: weights checksum, groups, and what is left behind.
 """
 
-import argparse
 import json
 import os
 import random
@@ -163,7 +162,7 @@ class Soak:
         first_s = time.monotonic()
         for kind in self.plan(count):
             if len(self.faults) >= LEAST_FAULTS and time.monotonic() - first_s > limit_s:
-                print(f"out of time after {len(self.faults)} faults", flush=True)
+                print(f"out of time after {len(self.faults)} faults")
                 break
             iteration, started_s = driver.iterations() + 1, time.monotonic()
             victim = self.inject(kind, driver)
@@ -175,7 +174,6 @@ class Soak:
             print(
                 f"{len(self.faults)}/{count} {kind} ({victim}) in iteration {iteration}: "
                 f"{seconds:.1f} s",
-                flush=True,
             )
 
     def plan(self, count: int) -> list[str]:
@@ -212,7 +210,7 @@ class Soak:
             latest = ["start", *self.faults][-2:]
             cause = "raylet_kill" if "raylet_kill" in latest else latest[-1]
             self.driver_deaths.append(cause)
-            print(f"the driver ended with {code} after {cause}: started again", flush=True)
+            print(f"the driver ended with {code} after {cause}: started again")
             driver.start()
         return driver.iterations() > iteration
 
@@ -306,11 +304,9 @@ def held_by_living(names: set[str]) -> set[str]:
     held = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            maps = (process / "maps").read_text()
-            held |= {name for name in names if f"/dev/shm/{name}" in maps}
-        with suppress(OSError):
-            links = {str(link.readlink()) for link in (process / "fd").iterdir()}
-            held |= {name for name in names if f"/dev/shm/{name}" in links}
+            links = [str(link.readlink()) for link in (process / "fd").iterdir()]
+            used = "\n".join([(process / "maps").read_text(), *links])
+            held |= {name for name in names if f"/dev/shm/{name}" in used}
     return held
 
 
@@ -328,7 +324,7 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
         disturbed_s = time.monotonic() - started_s
         stopped = stop(driver)
         iterations = driver.iterations() + 1
-        print(f"SIGTERM: {stopped}; now to the end, {iterations} iterations", flush=True)
+        print(f"SIGTERM: {stopped}; now to the end, {iterations} iterations")
         driver.start(f"iterations={iterations}")
         driver.wait(RECOVERY_LIMIT_S)
         disturbed = json.loads((driver.run_dir / "summary.json").read_text())
@@ -364,10 +360,9 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the report here, too")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here")
     late = "begin no fault so long after the first iteration, but for the first two"
     parser.add_argument("--limit-s", type=float, default=7200.0, help=late)
