@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What accelerated completions cost in accuracy, on the tiny trained model.
 
     python scripts/bench_accelerations.py --prompts 16 --json accelerations.json
@@ -9,10 +8,8 @@ each group of members, averaged; the same over all members at once; and the shar
 Times at true size come from ``bench_rollout.py --variants``.
 """
 
-import argparse
 import json
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,50 +22,40 @@ from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, evenly, read_config_prompts
 
-PAPER = [
-    "sampling.steps=16",
-    "sampling.members=12",
-    "g2rpo.sde_steps=[0,1,2,3,4,5,6,7]",
-    "g2rpo.granularities=[1,2]",
-]
-
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="where results go")
+    parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--prompts", type=int, default=16, help="held-out prompts to draw")
     options = parser.parse_args()
-    exact_config = make_config([])
-    prompts = encode(exact_config, options.prompts)
+    exact_config = make_config("exact")
+    texts = evenly(read_config_prompts(exact_config, exact_config.prompts.heldout), options.prompts)
+    encoder = TextEncoder(exact_config.model, exact_config.prompts.max_sequence_length)
+    prompts = [Prompt(number, text, encoder.encode(text)) for number, text in enumerate(texts)]
     exact, evaluations = advantages(exact_config, prompts)
-    print(f"exact: {evaluations} evaluations a prompt", flush=True)
+    print(f"exact: {evaluations} evaluations a prompt")
     results = {}
     for variant in (name for name in VARIANTS if name != "exact"):
-        values, variant_evaluations = advantages(make_config(VARIANTS[variant]), prompts)
+        values, variant_evaluations = advantages(make_config(variant), prompts)
+        groups = rank_correlation(exact, values)
+        pooled = rank_correlation(exact.flatten(), values.flatten())
         results[variant] = {
             "evaluations": variant_evaluations,
-            "rank_correlation": round(float(rank_correlation(exact, values).mean()), 4),
-            "lowest_group": round(float(rank_correlation(exact, values).min()), 4),
-            "rank_correlation_pooled": round(
-                float(rank_correlation(exact.flatten()[None], values.flatten()[None])), 4
-            ),
+            "rank_correlation": round(float(groups.mean()), 4),
+            "lowest_group": round(float(groups.min()), 4),
+            "rank_correlation_pooled": round(float(pooled), 4),
             "equal_signs": round(float((exact.sign() == values.sign()).float().mean()), 4),
         }
-        print(variant, json.dumps(results[variant]), flush=True)
+        print(variant, json.dumps(results[variant]))
     content = {"prompts": len(prompts), "exact_evaluations": evaluations, "variants": results}
     measuring.write_json(options.json, content)
     return 0
 
 
-def make_config(overrides: list[str]) -> Config:
+def make_config(variant: str) -> Config:
     """The quickstart's model and rewards at the paper's T, K, G and granularities."""
-    return measuring.quickstart(["run_dir=unused", *PAPER, *overrides], ["clip", "hps"])
-
-
-def encode(config: Config, count: int) -> list[Prompt]:
-    texts = evenly(read_config_prompts(config, config.prompts.heldout), count)
-    encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
-    return [Prompt(number, text, encoder.encode(text)) for number, text in enumerate(texts)]
+    settings = ["run_dir=unused", *measuring.settings("accelerations")]
+    settings += [f"rollout.{key}={json.dumps(value)}" for key, value in VARIANTS[variant].items()]
+    return measuring.quickstart(settings, ["clip", "hps"])
 
 
 def advantages(config: Config, prompts: list[Prompt]) -> tuple[Tensor, int]:

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Measures what ``g2rpo plan`` predicts from, and writes it as an entry of a table of costs.
 
     python scripts/bench_costs.py --json costs.json            # one card, true-size FLUX.1-dev
@@ -9,7 +8,6 @@ its own process and time limit; one that fails or is too slow is named and left 
 on, and the file is written after every stage. Other cards' entries in the file stay as they are.
 """
 
-import argparse
 import multiprocessing
 import os
 import pickle
@@ -58,11 +56,7 @@ from g2rpo_ray.plan.costs import (
     load_costs,
 )
 from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
-from g2rpo_ray.plan.networks import (
-    decode_operations,
-    evaluation_operations,
-    scorer_size,
-)
+from g2rpo_ray.plan.networks import decode_operations, evaluation_operations, scorer_size
 from g2rpo_ray.rewards.registry import make_scorer
 
 
@@ -74,13 +68,13 @@ class Card:
     memory_gib: float | None
 
 
-Found = tuple[PassName, Measurement] | tuple[RateName, Rate]
-Stage = Callable[[], Iterator[Found]] | Callable[[], Iterator[Card]]
+Found = tuple[PassName, Measurement] | tuple[RateName, Rate] | Card
+Stage = Callable[[], Iterator[Found]]
 
 
 @dataclass(frozen=True)
-class World:
-    """What is measured: architectures, sizes and batches."""
+class Bench:
+    """Architectures, sizes and batches; each stage gives what it measured, by the table's names."""
 
     device: torch.device
     dtype: torch.dtype
@@ -105,10 +99,202 @@ class World:
     def shape(self) -> LatentShape:
         return self.family.latents(self.side, self.side)
 
+    def stages(self) -> Iterator[tuple[str, float, Stage]]:
+        """(name, limit in seconds, what to do), the most wanted first."""
+        yield "matrix product", 30, self.matrix
+        yield "evaluation", 60, partial(self.evaluation, "evaluation")
+        yield "decode", 60, partial(self.decode, "decode")
+        for rank in self.learners:
+            name = "learner, all weights" if rank is None else f"learner, LoRA of rank {rank}"
+            yield name, 80, partial(self.learner, rank)
+        yield "optimizer", 30, self.optimizer
+        yield "weight transfer", 60, self.transfer
+        for kind in self.scorers:
+            yield f"score_{kind}", 80, partial(self.score, kind)
+        if self.on_card:
+            yield "evaluation_compiled", 100, partial(self.evaluation, "evaluation_compiled")
+            yield "decode_compiled", 100, partial(self.decode, "decode_compiled")
 
-def true_size() -> World:
+    def card(self) -> Iterator[Found]:
+        """What is measured on."""
+        if self.device.type == "cpu":
+            yield Card(f"one core, {_processor()}", None)
+        else:
+            memory_gib = torch.cuda.mem_get_info()[1] / measuring.GIB
+            yield Card(torch.cuda.get_device_name(), round(memory_gib, 1))
+
+    def matrix(self) -> Iterator[Found]:
+        """Rate of a large square product, to judge the card by."""
+        side = self.matrix_side
+        seconds = measuring.matrix_s(side, self.dtype, self.device, self.repeats)
+        yield "matrix", Rate(amount=2 * side**3, seconds=seconds)
+
+    @torch.no_grad()
+    def evaluation(self, name: PassName) -> Iterator[Found]:
+        """Velocity predictions as the rollout makes them."""
+        policy = self.policy()
+        if name == "evaluation_compiled":
+            compile_evaluations(policy, cache=None)
+        for batch in self.batches:
+            yield name, self.measure(batch, self.evaluation_tflop(), self.call(policy, batch))
+
+    def decode(self, name: PassName) -> Iterator[Found]:
+        """Latents to uint8 pictures on the CPU."""
+        vae = self.on_device(on_meta(self.family, "vae")).eval()
+        if name == "decode_compiled":
+            compile_decoder(vae.decoder)
+        tflop = decode_operations(self.family, on_meta(self.family, "vae"), self.shape).tflop
+        for batch in self.decode_batches:
+            decoder = PictureDecoder(self.family, vae, self.shape, batch)
+            latents = torch.randn(batch, *self.shape.packed, device=self.device)
+            yield name, self.measure(batch, tflop, partial(decoder.decode, latents))
+
+    def learner(self, rank: int | None) -> Iterator[Found]:
+        """Forward and backward pass, accumulating gradients as between two optimizer steps."""
+        # With cuDNN's attention (torch 2.11, H100) these passes end in an illegal memory access.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        policy = self.policy()
+        if rank is None:
+            policy.requires_grad_(True)
+        else:
+            lora = LoraSection(rank=rank, alpha=2.0 * rank)
+            add_lora(policy.transformer, lora, policy.family, seed=0)
+        trained = sum(p.numel() for p in trainable_parameters(policy).values())
+        forward: Callable[..., Tensor] = policy
+        backward: Callable[[Tensor], object] = Tensor.backward
+        # fp32 master weights and moments of 12 B parameters need more than one card.
+        if not self.on_card or trained <= 10**9:
+            from g2rpo_ray.learner.engine import LearnerEngine
+
+            if not torch.distributed.is_initialized():
+                measuring.join_alone(self.device)
+            engine = LearnerEngine(policy, LearnerSection())
+            forward, backward = engine, partial(engine.backward, last=False)
+        for checkpointing, batches in self.learners[rank].items():
+            name = learner_pass_name(rank is not None, checkpointing)
+            if checkpointing:
+                policy.transformer.enable_gradient_checkpointing()
+            else:
+                policy.transformer.disable_gradient_checkpointing()
+            tflop = LEARNER_FORWARDS[name] * self.evaluation_tflop(rank)
+            for batch in batches:
+                predict = self.call(policy, batch, forward)
+
+                def run(predict: Callable[[], Tensor] = predict) -> None:
+                    backward(predict().square().mean())
+
+                yield name, self.measure(batch, tflop, run)
+
+    def optimizer(self) -> Iterator[Found]:
+        """One AdamW step over fp32 weights, as a learner rank makes it on its shard."""
+        weights = torch.zeros(self.parameters, device=self.device)
+        weights.requires_grad_(True).grad = torch.randn_like(weights)
+        optimizer = torch.optim.AdamW([weights], lr=1e-6)
+        optimizer.step()
+        before = torch.cuda.memory_allocated()
+        seconds = self.median_s(optimizer.step)
+        scratch = (torch.cuda.max_memory_allocated() - before) / weights.numel()
+        note = f"AdamW took {scratch:.1f} B of scratch a parameter" if scratch else ""
+        yield "optimizer", Rate(amount=weights.numel(), seconds=seconds, note=note)
+
+    @torch.no_grad()
+    def transfer(self) -> Iterator[Found]:
+        """Weights from the learner's device through Ray's serialisation to another model's."""
+        source = dict(trainable_parameters(self.policy().requires_grad_(True)))
+        part: dict[str, Tensor] = {}
+        while sum(p.numel() for p in part.values()) < self.parameters and source:
+            name, parameter = source.popitem()
+            part[name] = parameter.detach()
+
+        def sync() -> None:
+            # Learner.export_weights, the object store's pickling, RolloutWorker.receive_weights.
+            receipt(1, part)
+            packed = pickle.dumps(PackedWeights.of(part), protocol=5)
+            arrived = pickle.loads(packed).to(self.device)
+            for name, weights in part.items():
+                weights.copy_(arrived[name])
+            receipt(1, part)
+
+        amount = sum(p.numel() * p.element_size() for p in part.values())
+        yield "sync_object_store", Rate(amount=amount, seconds=self.median_s(sync, repeats=3))
+
+    def score(self, kind: str) -> Iterator[Found]:
+        """A request from uint8 pictures to scores, preprocessing included."""
+        name: PassName = "score_hps" if kind == "hps" else "score_clip"
+        options = self.scorers[kind]
+        with tempfile.TemporaryDirectory() as folder:
+            if options is None:
+                options = measuring.write_scorer(Path(folder) / "random.pt", self.device)
+                options |= {"dtype": "float32"}
+            scorer = make_scorer(kind, options, self.device.type)
+        tflop = scorer_size(options["architecture"]).image.tflop
+        for batch in self.score_batches:
+            # Their prompt's features are cached, as in a run.
+            pictures = torch.randint(0, 256, (batch, self.side, self.side, 3)).to(torch.uint8)
+            run = partial(scorer.score, pictures, [measuring.PROMPT] * batch)
+            yield name, self.measure(batch, tflop, run)
+
+    def policy(self) -> Policy:
+        """A frozen policy with random weights."""
+        transformer = self.on_device(on_meta(self.family, "transformer"))
+        transformer.eval().requires_grad_(False)
+        return Policy(self.family, transformer, self.shape, guidance=3.5)
+
+    def on_device(self, network: Any) -> Any:
+        """A network from the meta device, in the bench's precision, with small random weights."""
+        network = network.to(self.dtype).to_empty(device=self.device)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.normal_(std=0.02)
+        return network
+
+    def call(
+        self, policy: Policy, batch: int, forward: Callable[..., Tensor] | None = None
+    ) -> Callable[[], Tensor]:
+        """The network on a batch of one prompt."""
+        embeds = measuring.random_conditioning(
+            self.family, policy.transformer, self.text_tokens, self.dtype
+        )
+        x = torch.randn(batch, *self.shape.packed, device=self.device)
+        sigma = torch.full((batch,), 0.5, device=self.device)
+        return partial(forward or policy, x, sigma, embeds.to(self.device))
+
+    def evaluation_tflop(self, rank: int | None = None) -> float:
+        transformer = on_meta(self.family, "transformer")
+        if rank is not None:
+            with torch.device("meta"):
+                add_lora(transformer, LoraSection(rank=rank, alpha=2.0 * rank), self.family, seed=0)
+        policy = Policy(self.family, transformer, self.shape, guidance=3.5)
+        return evaluation_operations(policy, self.text_tokens).tflop
+
+    def measure(self, batch: int, sample_tflop: float, run: Callable[[], object]) -> Measurement:
+        """Median time and peak memory of ``run``, which computes a batch."""
+        run()
+        before = torch.cuda.memory_allocated()
+        seconds = self.median_s(run)
+        peak_gib = (torch.cuda.max_memory_allocated() - before) / measuring.GIB
+        return Measurement(
+            batch=batch,
+            seconds=seconds,
+            tflop=batch * sample_tflop,
+            activations_gib=round(peak_gib, 3) if self.on_card else None,
+        )
+
+    def median_s(self, run: Callable[[], object], repeats: int | None = None) -> float:
+        """Median seconds of ``run`` after one call to warm up; restarts the peak of memory."""
+        run()
+        if self.on_card:
+            torch.cuda.reset_peak_memory_stats()
+        return measuring.median_s(run, repeats or self.repeats, warm_up=0)
+
+    @property
+    def on_card(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def true_size() -> Bench:
     """FLUX.1-dev at 720 x 720 with 512 text tokens, bf16, and ViT-H-14 scorers, on the card."""
-    return World(
+    return Bench(
         device=torch.device("cuda"),
         dtype=torch.bfloat16,
         family=Flux1(FLUX1_DEV.configs),
@@ -126,12 +312,12 @@ def true_size() -> World:
     )
 
 
-def tiny_size() -> World:
+def tiny_size() -> Bench:
     """The quickstart's networks and batches on one thread of the CPU, float32."""
     config = measuring.quickstart([])
     folder = resolve_path(config.model.path)
     request = config.sampling.members * len(config.g2rpo.granularities)
-    return World(
+    return Bench(
         device=torch.device("cpu"),
         dtype=torch.float32,
         family=open_family(folder),
@@ -148,215 +334,7 @@ def tiny_size() -> World:
     )
 
 
-class Bench:
-    """The stages of one world; each gives what it measured, by the table's names."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def stages(self) -> Iterator[tuple[str, float, Stage]]:
-        """(name, limit in seconds, what to do), the most wanted first."""
-        yield "matrix product", 30, self.matrix
-        yield "evaluation", 60, partial(self.evaluation, "evaluation")
-        yield "decode", 60, partial(self.decode, "decode")
-        for rank in self.world.learners:
-            name = "learner, all weights" if rank is None else f"learner, LoRA of rank {rank}"
-            yield name, 80, partial(self.learner, rank)
-        yield "optimizer", 30, self.optimizer
-        yield "weight transfer", 60, self.transfer
-        for kind in self.world.scorers:
-            yield f"score_{kind}", 80, partial(self.score, kind)
-        if self.on_card:
-            yield "evaluation_compiled", 100, partial(self.evaluation, "evaluation_compiled")
-            yield "decode_compiled", 100, partial(self.decode, "decode_compiled")
-
-    def card(self) -> Iterator[Card]:
-        """What is measured on."""
-        if self.world.device.type == "cpu":
-            yield Card(f"one core, {_processor()}", None)
-        else:
-            memory_gib = torch.cuda.mem_get_info()[1] / measuring.GIB
-            yield Card(torch.cuda.get_device_name(), round(memory_gib, 1))
-
-    def matrix(self) -> Iterator[Found]:
-        """Rate of a large square product, to judge the card by."""
-        world, side = self.world, self.world.matrix_side
-        seconds = measuring.matrix_s(side, world.dtype, world.device, world.repeats)
-        yield "matrix", Rate(amount=2 * side**3, seconds=seconds)
-
-    @torch.no_grad()
-    def evaluation(self, name: PassName) -> Iterator[Found]:
-        """Velocity predictions as the rollout makes them."""
-        policy = self.policy()
-        if name == "evaluation_compiled":
-            compile_evaluations(policy, cache=None)
-        for batch in self.world.batches:
-            yield name, self.measure(batch, self.evaluation_tflop(), self.call(policy, batch))
-
-    def decode(self, name: PassName) -> Iterator[Found]:
-        """Latents to uint8 pictures on the CPU."""
-        world = self.world
-        vae = self.on_device(on_meta(world.family, "vae")).eval()
-        if name == "decode_compiled":
-            compile_decoder(vae.decoder)
-        tflop = decode_operations(world.family, on_meta(world.family, "vae"), world.shape).tflop
-        for batch in world.decode_batches:
-            decoder = PictureDecoder(world.family, vae, world.shape, batch)
-            latents = torch.randn(batch, *world.shape.packed, device=world.device)
-            yield name, self.measure(batch, tflop, partial(decoder.decode, latents))
-
-    def learner(self, rank: int | None) -> Iterator[Found]:
-        """Forward and backward pass, accumulating gradients as between two optimizer steps."""
-        # With cuDNN's attention (torch 2.11, H100) these passes end in an illegal memory access.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        policy = self.policy()
-        if rank is None:
-            policy.requires_grad_(True)
-        else:
-            lora = LoraSection(rank=rank, alpha=2.0 * rank)
-            add_lora(policy.transformer, lora, policy.family, seed=0)
-        forward, backward = self.learner_calls(policy)
-        for checkpointing, batches in self.world.learners[rank].items():
-            name = learner_pass_name(rank is not None, checkpointing)
-            if checkpointing:
-                policy.transformer.enable_gradient_checkpointing()
-            else:
-                policy.transformer.disable_gradient_checkpointing()
-            tflop = LEARNER_FORWARDS[name] * self.evaluation_tflop(rank)
-            for batch in batches:
-                predict = self.call(policy, batch, forward)
-                run = partial(_differentiate, predict, backward)
-                yield name, self.measure(batch, tflop, run)
-
-    def learner_calls(
-        self, policy: Policy
-    ) -> tuple[Callable[..., Tensor], Callable[[Tensor], None]]:
-        """How the network is called and differentiated: by DeepSpeed where its state fits."""
-        trained = sum(p.numel() for p in trainable_parameters(policy).values())
-        if self.on_card and trained > 10**9:
-            # fp32 master weights and moments of 12 B parameters need more than one card.
-            return policy, lambda loss: loss.backward()
-        from g2rpo_ray.learner.engine import LearnerEngine
-
-        if not torch.distributed.is_initialized():
-            measuring.join_alone(self.world.device)
-        engine = LearnerEngine(policy, LearnerSection())
-        return engine, partial(engine.backward, last=False)
-
-    def optimizer(self) -> Iterator[Found]:
-        """One AdamW step over fp32 weights, as a learner rank makes it on its shard."""
-        weights = torch.zeros(self.world.parameters, device=self.world.device)
-        weights.requires_grad_(True).grad = torch.randn_like(weights)
-        optimizer = torch.optim.AdamW([weights], lr=1e-6)
-        optimizer.step()
-        before = torch.cuda.memory_allocated()
-        seconds = self.median_s(optimizer.step)
-        scratch = (torch.cuda.max_memory_allocated() - before) / weights.numel()
-        note = f"AdamW took {scratch:.1f} B of scratch a parameter" if scratch else ""
-        yield "optimizer", Rate(amount=weights.numel(), seconds=seconds, note=note)
-
-    @torch.no_grad()
-    def transfer(self) -> Iterator[Found]:
-        """Weights from the learner's device through Ray's serialisation to another model's."""
-        source = dict(trainable_parameters(self.policy().requires_grad_(True)))
-        part: dict[str, Tensor] = {}
-        while sum(p.numel() for p in part.values()) < self.world.parameters and source:
-            name, parameter = source.popitem()
-            part[name] = parameter.detach()
-
-        def sync() -> None:
-            # Learner.export_weights, the object store's pickling, RolloutWorker.receive_weights.
-            receipt(1, part)
-            packed = pickle.dumps(PackedWeights.of(part), protocol=5)
-            arrived = pickle.loads(packed).to(self.world.device)
-            for name, weights in part.items():
-                weights.copy_(arrived[name])
-            receipt(1, part)
-
-        amount = sum(p.numel() * p.element_size() for p in part.values())
-        yield "sync_object_store", Rate(amount=amount, seconds=self.median_s(sync, repeats=3))
-
-    def score(self, kind: str) -> Iterator[Found]:
-        """A request from uint8 pictures to scores, preprocessing included."""
-        name: PassName = "score_hps" if kind == "hps" else "score_clip"
-        world, options = self.world, self.world.scorers[kind]
-        with tempfile.TemporaryDirectory() as folder:
-            if options is None:
-                options = measuring.write_scorer(Path(folder) / "random.pt", world.device)
-                options |= {"dtype": "float32"}
-            scorer = make_scorer(kind, options, world.device.type)
-        tflop = scorer_size(options["architecture"]).image.tflop
-        for batch in world.score_batches:
-            # Their prompt's features are cached, as in a run.
-            pictures = torch.randint(0, 256, (batch, world.side, world.side, 3)).to(torch.uint8)
-            run = partial(scorer.score, pictures, [measuring.PROMPT] * batch)
-            yield name, self.measure(batch, tflop, run)
-
-    def policy(self) -> Policy:
-        """A frozen policy with random weights."""
-        world = self.world
-        transformer = self.on_device(on_meta(world.family, "transformer"))
-        transformer.eval().requires_grad_(False)
-        return Policy(world.family, transformer, world.shape, guidance=3.5)
-
-    def on_device(self, network: Any) -> Any:
-        """A network from the meta device, in the world's precision, with small random weights."""
-        network = network.to(self.world.dtype).to_empty(device=self.world.device)
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.normal_(std=0.02)
-        return network
-
-    def call(
-        self, policy: Policy, batch: int, forward: Callable[..., Tensor] | None = None
-    ) -> Callable[[], Tensor]:
-        """The network on a batch of one prompt."""
-        world = self.world
-        embeds = measuring.random_conditioning(
-            world.family, policy.transformer, world.text_tokens, world.dtype
-        )
-        x = torch.randn(batch, *world.shape.packed, device=world.device)
-        sigma = torch.full((batch,), 0.5, device=world.device)
-        return partial(forward or policy, x, sigma, embeds.to(world.device))
-
-    def evaluation_tflop(self, rank: int | None = None) -> float:
-        world = self.world
-        transformer = on_meta(world.family, "transformer")
-        if rank is not None:
-            lora = LoraSection(rank=rank, alpha=2.0 * rank)
-            with torch.device("meta"):
-                add_lora(transformer, lora, world.family, seed=0)
-        policy = Policy(world.family, transformer, world.shape, guidance=3.5)
-        return evaluation_operations(policy, world.text_tokens).tflop
-
-    def measure(self, batch: int, sample_tflop: float, run: Callable[[], object]) -> Measurement:
-        """Median time and peak memory of ``run``, which computes a batch."""
-        run()
-        before = torch.cuda.memory_allocated()
-        seconds, tflop = self.median_s(run), batch * sample_tflop
-        peak_gib = (torch.cuda.max_memory_allocated() - before) / measuring.GIB
-        activations_gib = round(peak_gib, 3) if self.on_card else None
-        return Measurement(
-            batch=batch, seconds=seconds, tflop=tflop, activations_gib=activations_gib
-        )
-
-    def median_s(self, run: Callable[[], object], repeats: int | None = None) -> float:
-        """Median seconds of ``run`` after one call to warm up; restarts the peak of memory."""
-        run()
-        if self.on_card:
-            torch.cuda.reset_peak_memory_stats()
-        return measuring.median_s(run, repeats or self.world.repeats, warm_up=0)
-
-    @property
-    def on_card(self) -> bool:
-        return self.world.device.type == "cuda"
-
-
-def _differentiate(predict: Callable[[], Tensor], backward: Callable[[Tensor], None]) -> None:
-    backward(predict().square().mean())
-
-
-def run_apart(limit_s: float, stage: Stage, receive: Callable[[Found | Card], None]) -> str:
+def run_apart(limit_s: float, stage: Stage, receive: Callable[[Found], None]) -> str:
     """Run a stage in a process of its own: after a fault, a card is lost to the process.
 
     Returns:
@@ -389,13 +367,13 @@ def _send_all(stage: Stage, receiving: Connection, sending: Connection) -> None:
 class Results:
     """What was measured so far; written after every stage."""
 
-    world: World
+    bench: Bench
     path: Path
     card: Card | None = None
     passes: dict[str, list[Measurement]] = field(default_factory=dict)
     rates: dict[str, Rate] = field(default_factory=dict)
 
-    def add(self, found: Found | Card) -> None:
+    def add(self, found: Found) -> None:
         """Keep and show a result."""
         if isinstance(found, Card):
             self.card = found
@@ -417,7 +395,7 @@ class Results:
     def write(self) -> None:
         """Replace this card's entry in the table; the others are kept."""
         assert self.card is not None
-        world, config = self.world, self.world.family.configs["transformer"]
+        bench, config = self.bench, self.bench.family.configs["transformer"]
         on_card = self.card.memory_gib is not None
         entry = {
             "card": self.card.name,
@@ -430,25 +408,21 @@ class Results:
             "command": "python scripts/bench_costs.py --json costs.json"
             + ("" if on_card else " --tiny"),
             "reference": {
-                "tokens": world.shape.packed[0] + world.text_tokens,
+                "tokens": bench.shape.packed[0] + bench.text_tokens,
                 "width": config["num_attention_heads"] * config["attention_head_dim"],
                 "blocks": config["num_layers"] + config["num_single_layers"],
-                "pixels": world.side**2,
-                "dtype": str(world.dtype).removeprefix("torch."),
+                "pixels": bench.side**2,
+                "dtype": str(bench.dtype).removeprefix("torch."),
             },
             "passes": self.passes,
             "rates": self.rates,
         }
         cards = load_costs(self.path).cards if self.path.exists() else {}
-        cards[_short_name(self.card)] = CardCosts.model_validate(entry)
+        known = (key for key in ("H100", "H200", "A100", "B200") if key in self.card.name)
+        short_name = next(known, self.card.name) if on_card else "cpu-core"
+        cards[short_name] = CardCosts.model_validate(entry)
         table = CostTable(cards=cards).model_dump(mode="json", exclude_defaults=True)
         measuring.write_json(self.path, table)
-
-
-def _short_name(card: Card) -> str:
-    if card.memory_gib is None:
-        return "cpu-core"
-    return next((key for key in ("H100", "H200", "A100", "B200") if key in card.name), card.name)
 
 
 def _processor() -> str:
@@ -459,8 +433,7 @@ def _processor() -> str:
 
 def main() -> int:
     """Returns 1 if a stage failed; the others' results are written all the same."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="table to write into")
+    parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--tiny", action="store_true", help="the quickstart's size, one CPU core")
     options = parser.parse_args()
     if options.json.exists():
@@ -471,9 +444,8 @@ def main() -> int:
     if options.tiny:
         torch.set_num_threads(1)
     diffusers.utils.logging.set_verbosity_error()
-    measuring.show_lines()
-    world = tiny_size() if options.tiny else true_size()
-    bench, results = Bench(world), Results(world, options.json)
+    bench = tiny_size() if options.tiny else true_size()
+    results = Results(bench, options.json)
     if run_apart(60, bench.card, results.add):
         print("no CUDA card here; --tiny measures a CPU core")
         return 1

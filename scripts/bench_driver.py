@@ -8,13 +8,11 @@ processes do not fit on one machine, and a group's work is a sleep. The sleep gr
 of workers, so that every row has the same load in groups per second.
 """
 
-import argparse
 import asyncio
 import itertools
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import psutil
@@ -25,6 +23,10 @@ from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.rollout.pool import RolloutPool
 
 ACTORS = 4
+RATE = 200.0
+"""Groups a second, offered."""
+ITERATION_S, ITERATION_GROUPS = 100.0, 16
+"""Of a true-size iteration."""
 
 
 class Stub:
@@ -42,8 +44,8 @@ class Stub:
         return summary, (started_s, time.monotonic())
 
 
-def bench(workers: int, groups: int, rate: float) -> dict[str, float]:
-    """One row: ``groups`` groups over ``workers`` workers that offer ``rate`` groups a second."""
+def bench(workers: int, groups: int) -> dict[str, float]:
+    """One row."""
     config = measuring.quickstart(
         ["run_dir=/tmp/unused", f"rollout.workers={workers}", "rollout.timeout_s=600"]
     )
@@ -54,7 +56,7 @@ def bench(workers: int, groups: int, rate: float) -> dict[str, float]:
     hired = itertools.cycle(stubs)
     pool = RolloutPool(config, None, hire=lambda _avoided: next(hired))  # type: ignore[arg-type]
     pool.wait_until_ready()
-    work = ray.put(workers / rate)
+    work = ray.put(workers / RATE)
     process = psutil.Process()
     before_rss, before_cpu_s = process.memory_info().rss, time.process_time()
     draw = partial(pool.generate, [work] * groups, 0, lambda *_: None)
@@ -81,28 +83,22 @@ def bench(workers: int, groups: int, rate: float) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--groups", type=int, default=10_000)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512])
-    parser.add_argument("--rate", type=float, default=200.0, help="groups a second, offered")
-    parser.add_argument("--iteration-s", type=float, default=100.0, help="of a true-size iteration")
-    parser.add_argument("--iteration-groups", type=int, default=16, help="prompts in it")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     ray.init(
         address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
         logging_level="ERROR",
     )  # fmt: skip
-    bench(8, 500, options.rate)  # Ray's first calls cost more.
-    rows = [bench(workers, options.groups, options.rate) for workers in options.workers]
-    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
-    for row in rows:
-        print("| " + " | ".join(f"{value:g}" for value in row.values()) + " |")
+    bench(8, 500)  # Ray's first calls cost more.
+    rows = [bench(workers, options.groups) for workers in options.workers]
+    measuring.print_table(rows)
     costs = [row["driver_cpu_ms_per_group"] for row in rows]
-    share = max(costs) / 1000 * options.iteration_groups / options.iteration_s
+    share = max(costs) / 1000 * ITERATION_GROUPS / ITERATION_S
     print(
         f"largest to smallest cost: {max(costs) / min(costs):.2f}; share of an iteration of "
-        f"{options.iteration_groups} prompts and {options.iteration_s:g} s: {100 * share:.4f} %"
+        f"{ITERATION_GROUPS} prompts and {ITERATION_S:g} s: {100 * share:.4f} %"
     )
     measuring.write_json(options.json, {"rows": rows, "iteration_share": share})
     ray.shutdown()

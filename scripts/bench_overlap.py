@@ -7,7 +7,6 @@ One rollout worker and one learner rank, a core each, and a recipe in which both
 pipelines alternate, so that a busy machine slows both down alike.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -26,26 +25,16 @@ WARM_UP = 3
 """First iterations that are left out of the times."""
 
 
-def train(folder: Path, pipeline: str, seed: int, iterations: int, trained_steps: int) -> Path:
+def train(folder: Path, pipeline: str, seed: int, iterations: int) -> Path:
     """A run of its own process; gives its folder."""
     run_dir = folder / f"{pipeline}_{seed}"
     config = measuring.quickstart(
         [
+            *measuring.settings("overlap"),
             f"run_dir={run_dir}",
             f"pipeline={pipeline}",
             f"seed={seed}",
             f"iterations={iterations}",
-            "algorithm=flow_grpo",
-            "flow_grpo.trained_steps=first",
-            f"flow_grpo.first={trained_steps}",
-            "evaluation.every=0",
-            "evaluation.prompts=64",
-            "checkpoint.every=1000",
-            "checkpoint.snapshot_every=0",
-            "rollout.workers=1",
-            "learner.ranks=1",
-            "tracking.tensorboard=false",
-            "cluster.dashboard=false",
         ],
         REWARDS,
     )
@@ -77,24 +66,20 @@ def measure(run_dir: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--trained-steps", type=int, default=2, help="more make the learner slower")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    folder = (options.folder or Path(tempfile.mkdtemp(prefix="g2rpo-overlap-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="g2rpo-overlap-")).resolve()
     found: dict[str, list[dict[str, Any]]] = {pipeline: [] for pipeline in PIPELINES}
     for seed in options.seeds:
         for pipeline in PIPELINES:
-            run_dir = train(folder, pipeline, seed, options.iterations, options.trained_steps)
+            run_dir = train(folder, pipeline, seed, options.iterations)
             found[pipeline].append(measure(run_dir))
-            print(pipeline, seed, found[pipeline][-1], flush=True)
+            print(pipeline, seed, found[pipeline][-1])
     ratios = [
         a["time/iteration_s"] / b["time/iteration_s"]
-        for a, b in zip(found["sync"], found["one_step_off"], strict=True)
+        for a, b in zip(*(found[pipeline] for pipeline in PIPELINES), strict=True)
     ]
     rewards = {name: [run["reward"] for run in runs] for name, runs in found.items()}
     result = {

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Scoring a prompt's pictures in batches, against one picture at a time, in one run.
 
     python scripts/bench_rewards.py --json rewards.json        # one card, two ViT-H-14 scorers
@@ -11,7 +10,6 @@ once, and has the scorers work beside each other. The largest difference of the 
 beside the time.
 """
 
-import argparse
 import platform
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -44,9 +41,9 @@ class Case:
     side: int
     """Height and width of the pictures."""
     pictures: int
-    batch_size: int
     dtypes: tuple[str, ...]
     device: torch.device
+    batch_size: int = 32
 
 
 @dataclass(frozen=True)
@@ -65,44 +62,42 @@ class Scorer:
 
 
 def main() -> None:
-    arguments = _arguments()
-    device = torch.device("cuda" if torch.cuda.is_available() and not arguments.tiny else "cpu")
-    if device.type == "cpu" and not arguments.tiny:
-        raise SystemExit("no CUDA card; --tiny measures the quickstart's scorers on the CPU")
-    if arguments.tiny:
-        torch.set_num_threads(arguments.threads)
-        case = Case(
-            f"local-dir:{assets_dir() / 'clip'}", 64, 24, 32, ("float32", "bfloat16"), device
-        )
+    parser = measuring.make_parser(__doc__)
+    parser.add_argument("--tiny", action="store_true", help="the quickstart's scorers, on the CPU")
+    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
+    options = parser.parse_args()
+    if options.tiny:
+        torch.set_num_threads(1)
+        clip = f"local-dir:{assets_dir() / 'clip'}"
+        case = Case(clip, 64, 24, ("float32", "bfloat16"), torch.device("cpu"))
+    elif torch.cuda.is_available():
+        # In this order: a model that was bfloat16 has lost what float16 would keep.
+        dtypes = ("float32", "float16", "bfloat16")
+        case = Case(measuring.SCORER, 720, 192, dtypes, torch.device("cuda"))
     else:
-        case = Case(
-            arguments.architecture, arguments.side, arguments.pictures, arguments.batch_size,
-            tuple(arguments.dtypes.split(",")), device,
-        )  # fmt: skip
-    result = measure(case, arguments.repeats)
-    print_table(result)
-    measuring.write_json(arguments.json, result)
+        raise SystemExit("no CUDA card; --tiny measures the quickstart's scorers on the CPU")
+    result = measure(case, options.repeats)
+    show(result)
+    measuring.write_json(options.json, result)
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Seconds of both ways for all pictures and both scorers, and how far their scores differ."""
-    pictures, scorers = make_pictures(case), list(make_scorers(case))
+    pictures, scorers = make_pictures(case), list(make_scorers(case.architecture, case.device))
     alone = partial(one_at_a_time, scorers, pictures, case.device)
     one_at_a_time(scorers, pictures[:4], case.device)
     singles = [measuring.timed(alone) for _ in range(repeats)]
     single_s, expected = min(seconds for seconds, _ in singles), singles[0][1]
     rows: list[dict[str, Any]] = []
     for dtype in case.dtypes:
-        batched_s, preprocess_s, scores = time_batched(
-            case, DTYPES[dtype], scorers, pictures, repeats
-        )
+        row, scores = time_batched(case, DTYPES[dtype], scorers, pictures, repeats)
+        per_scorer_s = row["batched_s"] / len(pictures) / len(scorers)
         rows.append(
             {
                 "dtype": dtype,
-                "batched_s": batched_s,
-                "preprocess_s": preprocess_s,
-                "ratio": single_s / batched_s,
-                "ms_per_picture_and_scorer": 1e3 * batched_s / len(pictures) / len(scorers),
+                **row,
+                "ratio": single_s / row["batched_s"],
+                "ms_per_picture_and_scorer": 1e3 * per_scorer_s,
                 "max_abs_score_difference": float((scores - expected).abs().max()),
             }
         )
@@ -128,7 +123,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 def time_batched(
     case: Case, dtype: torch.dtype, scorers: list[Scorer], pictures: Tensor, repeats: int
-) -> tuple[float, float, Tensor]:
+) -> tuple[dict[str, float], Tensor]:
     """Seconds of our way and of its preprocessing, and the scores, float32 ``[B, scorers]``."""
     asked = [
         ClipFeatures(
@@ -149,10 +144,13 @@ def time_batched(
             for part in pictures.split(case.batch_size):
                 scorer.preprocess(to_device(part, case.device))
 
-    preprocess_s = min(measuring.timed(preprocess)[0] for _ in range(repeats))
+    seconds = {
+        "batched_s": min(seconds for seconds, _ in runs),
+        "preprocess_s": min(measuring.timed(preprocess)[0] for _ in range(repeats)),
+    }
     for scorer in scorers:
         scorer.model.float()
-    return min(seconds for seconds, _ in runs), preprocess_s, runs[-1][1]
+    return seconds, runs[-1][1]
 
 
 def make_pictures(case: Case) -> Tensor:
@@ -164,18 +162,17 @@ def make_pictures(case: Case) -> Tensor:
     return (255 * images).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def make_scorers(case: Case) -> Iterator[Scorer]:
+def make_scorers(architecture: str, device: torch.device) -> Iterator[Scorer]:
     """HPS and CLIP, with the model's own weights or random ones."""
     torch.manual_seed(0)
-    own_weights = case.architecture.startswith("local-dir:")
+    own_weights = architecture.startswith("local-dir:")
     for name in ("hps", "clip"):
         # Random weights are drawn on the device: a processor takes half a minute for them.
-        with case.device:
-            model = open_clip.create_model(
-                case.architecture, load_weights=own_weights, device=case.device
-            ).eval()
+        with device:
+            model = open_clip.create_model(architecture, load_weights=own_weights, device=device)
+        model.eval()
         settings = model.visual.preprocess_cfg
-        tokenizer = open_clip.get_tokenizer(case.architecture)
+        tokenizer = open_clip.get_tokenizer(architecture)
         if name == "clip":
             one: Any = image_transform_v2(PreprocessCfg(**settings), is_train=False)
             yield Scorer(name, model, tokenizer, one, ClipPreprocess.of_open_clip(settings))
@@ -226,42 +223,17 @@ def batched(scorers: list[ClipFeatures], pictures: Tensor, batch_size: int) -> T
         return torch.stack(list(servers.map(score, scorers)), dim=1)
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """The result as a markdown table."""
+def show(result: dict[str, Any]) -> None:
+    """The result in words and as a Markdown table."""
     print(
         f"{result['pictures']} pictures of {result['side']}x{result['side']}, scorers "
         f"{' and '.join(result['scorers'])} ({result['architecture'].rpartition('/')[2]}), "
-        f"{result['device']}, torch {result['versions']['torch']}, {result['date']}\n"
+        f"{result['device']}, torch {result['versions']['torch']}, {result['date']}\n\n"
+        f"one at a time: {result['one_at_a_time_s']:.3f} s; batches of {result['batch_size']}:\n"
     )
-    print(
-        "| way | s | ms a picture and scorer | of it preprocessing, s | ratio | max score diff. |"
-    )
-    print("| --- | --- | --- | --- | --- | --- |")
-    count = result["pictures"] * len(result["scorers"])
-    single_s = result["one_at_a_time_s"]
-    print(f"| one at a time | {single_s:.3f} | {1e3 * single_s / count:.2f} | | 1 | |")
-    for row in result["batched"]:
-        print(
-            f"| batches of {result['batch_size']}, {row['dtype']} | {row['batched_s']:.3f} | "
-            f"{row['ms_per_picture_and_scorer']:.2f} | {row['preprocess_s']:.3f} | "
-            f"{row['ratio']:.1f} | {row['max_abs_score_difference']:.1e} |"
-        )
+    measuring.print_table(result["batched"])
     spreads = ", ".join(f"{spread:.1e}" for spread in result["score_spread"])
     print(f"\nStandard deviation of the scores over the pictures: {spreads}")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="the quickstart's scorers, on the CPU")
-    parser.add_argument("--architecture", default="ViT-H-14", help="open_clip name")
-    parser.add_argument("--pictures", type=int, default=192)
-    parser.add_argument("--side", type=int, default=720, help="height and width, pixels")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--dtypes", default="float32,float16,bfloat16")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU, with --tiny")
-    parser.add_argument("--repeats", type=int, default=3, help="the fastest counts")
-    parser.add_argument("--json", type=Path, help="file for the result")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

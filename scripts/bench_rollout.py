@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The rollout engine against the published order, on true-size FLUX.1-dev with random weights.
 
     python scripts/bench_rollout.py --json rollout.json                       # one card
@@ -13,24 +12,22 @@ and extrapolated by the counts of evaluations and images. Our engine draws whole
 Ray: rollout workers, reward servers and pool as in a run. ``key=value`` overrides any setting.
 """
 
-import argparse
 import json
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import open_clip
 import ray
 import torch
-from PIL import Image
 from torch import Tensor
 
 import measuring
+from bench_rewards import make_scorers, one_at_a_time
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import completion_indices, count_published_order
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
@@ -41,44 +38,31 @@ from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import Prompt
 from g2rpo_ray.rewards.scorers.open_clip_model import resolve_architecture
-from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.sampling.engine import RolloutEngine, schedule_of
 from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.training.roles import launch_rollout
 
-ON_ONE_CARD = [
-    "sampling.members=12",
-    "g2rpo.sde_steps=[0,1,2,3,4,5,6,7]",
-    "g2rpo.granularities=[1,2]",
-    "rollout.gpus_per_worker=0.8",
-]
-TINY = ["sampling.steps=8", "sampling.members=4", "g2rpo.sde_steps=[0,1]", "rollout.workers=1"]
-VARIANTS = {
-    "exact": [],
-    "fp8": ["rollout.fp8=true"],
-    "thin": ["rollout.thin_completions=true"],
-    "fp8+thin": ["rollout.fp8=true", "rollout.thin_completions=true"],
-    "early-fp8+thin": [
-        "rollout.fp8=true",
-        "rollout.fp8_above_sigma=0.5",
-        "rollout.thin_completions=true",
-    ],
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "fp8": {"fp8": True},
+    "thin": {"thin_completions": True},
+    "fp8+thin": {"fp8": True, "thin_completions": True},
+    "early-fp8+thin": {"fp8": True, "fp8_above_sigma": 0.5, "thin_completions": True},
 }
-MATRIX_SIDE = {True: 1024, False: 8192}
+"""Name -> settings of ``rollout``."""
+PUBLISHED = (0, 3, 7)
+"""SDE steps on which the published order is measured."""
 
 
 def main() -> int:
     """Returns 1 if nothing could be measured; the file is written after every stage."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, help="where results go")
+    parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--tiny", action="store_true", help="the quickstart's networks, on the CPU")
     parser.add_argument("--cards", default="1", help="numbers of rollout workers, such as 1,2,4")
     parser.add_argument("--variants", default="exact", help=f"some of {', '.join(VARIANTS)}")
-    parser.add_argument("--published-steps", default="0,3,7", help="SDE steps to measure on")
     parser.add_argument("--no-published", action="store_true", help="leave the comparison out")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args()
-    measuring.show_lines()
     if not options.tiny and not torch.cuda.is_available():
         print("no CUDA card here; --tiny runs the same code on the CPU")
         return 1
@@ -86,10 +70,12 @@ def main() -> int:
         config = make_config(Path(scratch), options.tiny, options.overrides)
         torch.set_num_threads(config.rollout.threads)
         results = Results(options.json, config)
-        matrix_stage(results, MATRIX_SIDE[options.tiny])
+        # Rate of a large square product: what the utilisation is relative to.
+        side = 1024 if options.tiny else 8192
+        seconds = measuring.matrix_s(side, DTYPES[config.model.dtype], device_of(config))
+        results.add({"matrix_tflop_per_s": round(2 * side**3 / seconds / 1e12, 3)})
         if not options.no_published:
-            steps = [int(k) for k in options.published_steps.split(",")]
-            published_stage(results, config, [k for k in steps if k in config.g2rpo.sde_steps])
+            published_stage(results, config, [k for k in PUBLISHED if k in config.g2rpo.sde_steps])
         for variant in options.variants.split(","):
             for cards in (int(number) for number in options.cards.split(",")):
                 engine_stage(results, config, variant, cards)
@@ -99,48 +85,37 @@ def main() -> int:
 
 def make_config(scratch: Path, tiny: bool, overrides: list[str]) -> Config:
     """The quickstart's settings, turned into the benchmark's; two scorers, of ViT-H-14."""
+    names = ["rollout_tiny"] if tiny else ["true_size", "rollout"]
     settings = [
-        *measuring.RANDOM_WEIGHTS,
-        *(TINY if tiny else [*measuring.TRUE_SIZE, *ON_ONE_CARD]),
-        "sampling.prompts_per_iteration=1",
-        "learner.gpus_per_rank=0",
+        *measuring.settings("random_weights", "rollout_any", *names),
         f"model.path={measuring.write_model_folder(scratch / 'flux', tiny)}",
         f"run_dir={scratch / 'run'}",
     ]
     if not tiny:
         options = measuring.write_scorer(scratch / "scorer.pt")
         for reward in ("hps", "clip"):
-            settings += [
-                f"rewards.{reward}.options={json.dumps(options)}",
-                f"rewards.{reward}.gpus_per_replica=0.1",
-                f"rewards.{reward}.threads=4",
-            ]
+            settings.append(f"rewards.{reward}.options={json.dumps(options)}")
     # The oracle knows only the tiny world's prompts.
     return measuring.quickstart([*settings, *overrides], ["clip", "hps"])
 
 
-@dataclass
 class Results:
     """What was measured; printed, and written after every stage."""
 
-    path: Path
-    config: Config
-    content: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        size = policy_size(self.config)
-        self.tflop_per_evaluation = size.evaluation.tflop
-        self.content = {
-            "card": measuring.card_name(device_of(self.config)),
+    def __init__(self, path: Path, config: Config) -> None:
+        self.path, self.config = path, config
+        self.tflop_per_evaluation = policy_size(config).evaluation.tflop
+        self.content: dict[str, Any] = {
+            "card": measuring.card_name(device_of(config)),
             "versions": {p: version(p) for p in ("torch", "ray", "diffusers", "open_clip_torch")},
             "settings": {
-                "picture": [self.config.sampling.height, self.config.sampling.width],
-                "steps": self.config.sampling.steps,
-                "members": self.config.sampling.members,
-                **self.config.g2rpo.model_dump(),
-                **self.config.rollout.model_dump(),
+                "picture": [config.sampling.height, config.sampling.width],
+                "steps": config.sampling.steps,
+                "members": config.sampling.members,
+                **config.g2rpo.model_dump(),
+                **config.rollout.model_dump(),
             },
-            "tflop_per_evaluation": round(size.evaluation.tflop, 2),
+            "tflop_per_evaluation": round(self.tflop_per_evaluation, 2),
             "engine": {},
         }
 
@@ -167,18 +142,12 @@ class Results:
         self.add(values)
 
 
-def matrix_stage(results: Results, side: int) -> None:
-    """Rate of a large square product: what the utilisation is relative to."""
-    config = results.config
-    seconds = measuring.matrix_s(side, DTYPES[config.model.dtype], device_of(config))
-    results.add({"matrix_tflop_per_s": round(2 * side**3 / seconds / 1e12, 3)})
-
-
 def published_stage(results: Results, config: Config, sde_steps: list[int]) -> None:
     """Chains of one member in the published order, extrapolated to a prompt."""
     published = PublishedOrder(config)
     published.chain(sde_steps[0], member=0)  # warms up
-    published.reset()
+    for spent in (published.evaluation_s, published.image_s):
+        spent.clear()
     for member, k in enumerate(sde_steps):
         published.chain(k, member)
     recipe, members = config.g2rpo, config.sampling.members
@@ -187,8 +156,8 @@ def published_stage(results: Results, config: Config, sde_steps: list[int]) -> N
     )
     # The anchor's picture is drawn, too.
     images = 1 + len(recipe.sde_steps) * members * len(recipe.granularities)
-    per_evaluation_s = published.evaluation_s / published.evaluations
-    per_image_s = published.image_s / published.images
+    per_evaluation_s = fmean(published.evaluation_s)
+    per_image_s = fmean(published.image_s)
     results.add(
         {
             "published_s_per_prompt": evaluations * per_evaluation_s + images * per_image_s,
@@ -197,8 +166,8 @@ def published_stage(results: Results, config: Config, sde_steps: list[int]) -> N
                 "images": images,
                 "ms_per_evaluation": per_evaluation_s * 1e3,
                 "ms_per_image_decoded_and_scored": per_image_s * 1e3,
-                "measured_evaluations": published.evaluations,
-                "measured_images": published.images,
+                "measured_evaluations": len(published.evaluation_s),
+                "measured_images": len(published.image_s),
                 "peak_gib": round(torch.cuda.max_memory_allocated() / measuring.GIB, 2)
                 if torch.cuda.is_initialized()
                 else None,
@@ -217,16 +186,12 @@ class PublishedOrder:
         self.policy = load_policy(config, self.device)
         vae = load_part(config.model, "vae", DTYPES[config.model.dtype], self.device)
         self.decoder = PictureDecoder(self.policy.family, vae, self.policy.shape, 1)
-        self.scorers = [
-            PublishedScorer(r.options["architecture"], self.device) for r in config.rewards.values()
-        ]
+        architecture = resolve_architecture(config.rewards["clip"].options["architecture"])
+        self.scorers = list(make_scorers(architecture, self.device))
         self.embeds = random_prompt(config, 0).embeds.to(self.device)
         self.sigmas = schedule_of(config.sampling, config.sampling.steps, self.policy)
-        self.reset()
-
-    def reset(self) -> None:
-        self.evaluations, self.images = 0, 0
-        self.evaluation_s, self.image_s = 0.0, 0.0
+        self.evaluation_s: list[float] = []
+        self.image_s: list[float] = []
 
     @torch.no_grad()
     def chain(self, k: int, member: int) -> None:
@@ -251,46 +216,23 @@ class PublishedOrder:
         started_s, dtype = measuring.now_s(), DTYPES[self.config.model.dtype]
         with torch.autocast(self.device.type, dtype, self.device.type == "cuda"):
             v = self.policy(x, self.sigmas[index : index + 1].to(self.device), self.embeds)
-        self.evaluation_s += measuring.now_s() - started_s
-        self.evaluations += 1
+        self.evaluation_s.append(measuring.now_s() - started_s)
         return v
 
     def _picture(self, x0: Tensor) -> None:
         started_s = measuring.now_s()
-        picture = Image.fromarray(self.decoder.decode(x0)[0].numpy())
-        for scorer in self.scorers:
-            scorer.score(picture, measuring.PROMPT)
-        self.image_s += measuring.now_s() - started_s
-        self.images += 1
-
-
-class PublishedScorer:
-    """Image and text through both towers for every image, preprocessed by PIL, under autocast."""
-
-    def __init__(self, architecture: str, device: torch.device) -> None:
-        name, self.device = resolve_architecture(architecture), device
-        self.model, _, self.preprocess = open_clip.create_model_and_transforms(
-            name, load_weights=False, device=device
-        )
-        self.tokenizer = open_clip.get_tokenizer(name)
-
-    @torch.no_grad()
-    def score(self, picture: Image.Image, text: str) -> float:
-        image = self.preprocess(picture)[None].to(self.device)
-        tokens = self.tokenizer([text]).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, self.device.type == "cuda"):
-            image_features = self.model.encode_image(image, normalize=True)
-            text_features = self.model.encode_text(tokens, normalize=True)
-        return float((image_features * text_features).sum())
+        one_at_a_time(self.scorers, self.decoder.decode(x0), self.device)
+        self.image_s.append(measuring.now_s() - started_s)
 
 
 def engine_stage(results: Results, config: Config, variant: str, cards: int) -> None:
     """Whole prompts, one a worker, through the roles of a run; as many replicas of each scorer."""
-    overrides = [*VARIANTS[variant], f"rollout.workers={cards}"]
-    config = overridden(config, overrides)
     replicas = {"min_replicas": cards, "max_replicas": cards}
-    rewards = {name: r.model_copy(update=replicas) for name, r in config.rewards.items()}
-    config = config.model_copy(update={"rewards": rewards})
+    changes = {
+        "rollout": config.rollout.model_copy(update=VARIANTS[variant] | {"workers": cards}),
+        "rewards": {name: r.model_copy(update=replicas) for name, r in config.rewards.items()},
+    }
+    config = config.model_copy(update=changes)
     compared = "published" in results.content and cards == 1 and variant == "exact"
     evaluation_s = batch_evaluation_s(config) if compared else None
     print(f"{variant}, {cards} workers:")
@@ -298,35 +240,28 @@ def engine_stage(results: Results, config: Config, variant: str, cards: int) -> 
         prompts = [ray.put(random_prompt(config, number)) for number in range(cards)]
         draw = partial(pool.generate, prompts, 0, lambda *_: None)
         wall_s, (summaries, _) = measuring.timed(draw)
-    found = engine_values(results, summaries, wall_s, cards)
+    first = summaries[0]
+    denoise_s = max(s.seconds["denoise_s"] for s in summaries)
+    rate = first.evaluations * results.tflop_per_evaluation / denoise_s
+    found = {
+        "cards": cards,
+        "engine_s_per_prompt": round(wall_s, 3),
+        "evaluations": first.evaluations,
+        "pictures": first.pictures,
+        "pictures_per_s": round(cards * first.pictures / wall_s, 3),
+        "evaluations_per_s": round(cards * first.evaluations / wall_s, 2),
+        "tflop_per_s": round(rate, 2),
+        "utilisation": round(rate / results.content["matrix_tflop_per_s"], 3),
+        "seconds": {k: [round(s.seconds[k], 2) for s in summaries] for k in first.seconds},
+        "peak_gib": max(s.peak_gib for s in summaries),
+        "warnings": [w for s in summaries for w in s.warnings],
+    }
     if evaluation_s is not None:
-        alone_s = found["evaluations"] * evaluation_s
+        alone_s = first.evaluations * evaluation_s
         found["evaluations_alone_s"] = round(alone_s, 2)
         found["decode_and_score_share"] = round(1 - alone_s / wall_s, 3)
     results.content["engine"][f"{variant}, {cards}"] = found
     results.add({"last": f"{variant}, {cards}", **found})
-
-
-def engine_values(
-    results: Results, summaries: list[RolloutSummary], wall_s: float, cards: int
-) -> dict[str, Any]:
-    """Of one stage: every card drew one prompt."""
-    evaluations = summaries[0].evaluations
-    denoise_s = max(s.seconds["denoise_s"] for s in summaries)
-    rate = evaluations * results.tflop_per_evaluation / denoise_s
-    return {
-        "cards": cards,
-        "engine_s_per_prompt": round(wall_s, 3),
-        "evaluations": evaluations,
-        "pictures": summaries[0].pictures,
-        "pictures_per_s": round(cards * summaries[0].pictures / wall_s, 3),
-        "evaluations_per_s": round(cards * evaluations / wall_s, 2),
-        "tflop_per_s": round(rate, 2),
-        "utilisation": round(rate / results.content["matrix_tflop_per_s"], 3),
-        "seconds": {k: [round(s.seconds[k], 2) for s in summaries] for k in summaries[0].seconds},
-        "peak_gib": max(s.peak_gib for s in summaries),
-        "warnings": [w for s in summaries for w in s.warnings],
-    }
 
 
 def batch_evaluation_s(config: Config) -> float:
@@ -339,13 +274,6 @@ def batch_evaluation_s(config: Config) -> float:
     del engine
     torch.cuda.empty_cache()
     return seconds
-
-
-def overridden(config: Config, overrides: list[str]) -> Config:
-    """The configuration with some of ``rollout``'s settings changed."""
-    changes = dict(o.removeprefix("rollout.").split("=") for o in overrides)
-    values = {key: json.loads(text) for key, text in changes.items()}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=values)})
 
 
 def random_prompt(config: Config, number: int) -> Prompt:

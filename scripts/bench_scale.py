@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Whole iterations of true-size FLUX.1-dev with random weights, through the run's own roles.
 
     python scripts/bench_scale.py --setup one_card --json one_card.json
@@ -10,14 +9,14 @@
 ``one_card``: LoRA; rollout worker, learner rank and reward server share a card by fractions.
 ``four_cards``: all weights; two ZeRO-3 ranks and two rollout workers, each on its own card, and a
 reward server that has a tenth of a worker's. Members and SDE steps are reduced; ``key=value``
-overrides any setting. Every stage has a time limit, and the file is written after each one.
+overrides any setting. The file is written after every stage; one that
+takes too long ends the process, which then says where it stood.
 """
 
 import argparse
 import faulthandler
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -41,218 +40,147 @@ from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.training.roles import Roles, launch
 
-GRACE_S = 20.0
 STAGES = "sync,pass,iteration,checkpoint"
-
-COMMON = [
-    "sampling.prompts_per_iteration=2",
-    "sampling.members=4",
-    "g2rpo.sde_steps=[0,1]",
-    "learner.learning_rate=1e-6",
-    "evaluation.prompts=1",
-]
-TRUE_SIZE = ["model.gradient_checkpointing=true", "learner.threads=16"]
-ONE_CARD = [
-    "model.lora={rank: 64, alpha: 128.0}",
-    "rollout.workers=1",
-    "learner.ranks=1",
-    "learner.zero_stage=2",
-    "learner.update=per_sde_step",
-    "weight_sync.transport=object_store",
-]
-ONE_CARD_SHARES = [
-    "rollout.gpus_per_worker=0.42",
-    "learner.gpus_per_rank=0.44",
-    "rewards.hps.gpus_per_replica=0.08",
-]
-FOUR_CARDS = [
-    "rollout.workers=2",
-    "learner.ranks=2",
-    "learner.zero_stage=3",
-    "learner.update=per_iteration",
-    "weight_sync.transport=nccl",
-]
-FOUR_CARDS_SHARES = [
-    "rollout.gpus_per_worker=0.9",
-    "rewards.hps.gpus_per_replica=0.1",
-    "learner.gpus_per_rank=1",
-    # 12 B of fp32 state a parameter: 71 GB a rank do not fit beside its weights.
-    "learner.offload_optimizer=true",
-]
-
-
-class StageTimeoutError(Exception):
-    """A stage took longer than its limit."""
-
-
-class Results:
-    """What was measured, written after every stage."""
-
-    def __init__(self, path: Path, setup: str, overrides: list[str]) -> None:
-        self.path = path
-        self.content: dict[str, Any] = {"setup": setup, "overrides": overrides, "stages": {}}
-
-    @contextmanager
-    def stage(self, name: str, limit_s: float) -> Iterator[dict[str, Any]]:
-        """Time a stage, end it at its limit, and keep what it puts into the dictionary."""
-        print(f"{name} (at most {limit_s:g} s):")
-        found: dict[str, Any] = {}
-        started_s = time.perf_counter()
-        # Where the exception cannot be raised, the process ends.
-        faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True)
-        signal.signal(signal.SIGALRM, partial(_raise_timeout, name, limit_s))
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        try:
-            yield found
-        except BaseException as error:
-            found["failed"] = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            faulthandler.cancel_dump_traceback_later()
-            found["wall_s"] = round(time.perf_counter() - started_s, 3)
-            self.content["stages"][name] = found
-            measuring.write_json(self.path, self.content)
-            for key, value in found.items():
-                print(f"  {key}: {json.dumps(value)}")
-
-
-def _raise_timeout(name: str, limit_s: float, *_: object) -> None:
-    raise StageTimeoutError(f"{name} took longer than {limit_s:g} s")
 
 
 class Bench:
-    """The stages of one setup."""
+    """The stages of one setup; what was measured is written after every stage."""
 
-    def __init__(self, config: Config, results: Results, stages: list[str]) -> None:
-        self.config, self.results, self.stages = config, results, stages
-        self.size = policy_size(config)
+    def __init__(self, config: Config, path: Path, facts: dict[str, Any]) -> None:
+        self.config, self.path = config, path
+        self.content = facts | {"stages": {}}
         name = learner_pass_name(config.model.lora is not None, config.model.gradient_checkpointing)
-        self.pass_tflop = LEARNER_FORWARDS[name] * self.size.evaluation.tflop
+        self.pass_tflop = LEARNER_FORWARDS[name] * policy_size(config).evaluation.tflop
+        self.roles: Roles
 
-    def run(self) -> None:
+    def run(self, stages: list[str]) -> None:
         """All stages asked for; the roles end with it."""
         with ExitStack() as stack:
-            with self.results.stage("start", 420) as found:
-                note = partial(_note, time.perf_counter())
-                roles = stack.enter_context(launch(self.config, None, note))
-                found["trained"] = roles.learner.coverage
-                found["memory_gib"] = self.memory(roles)
-            stages = {
+            with self.stage("start", 420) as found:
+                started_s = time.perf_counter()
+
+                def note(text: str) -> None:
+                    print(f"  {time.perf_counter() - started_s:.1f} s: {text}")
+
+                self.roles = stack.enter_context(launch(self.config, None, note))
+                found["trained"] = self.roles.learner.coverage
+            known = {
                 "sync": self.sync,
                 "pass": self.learner_pass,
                 "iteration": self.iterations,
                 "checkpoint": self.checkpoint,
             }
-            for name in self.stages:
-                stages[name](roles)
+            for name in stages:
+                known[name]()
 
-    def sync(self, roles: Roles) -> None:
+    @contextmanager
+    def stage(self, name: str, limit_s: float) -> Iterator[dict[str, Any]]:
+        """Time a stage and keep what it puts into the dictionary; at its limit, end the process.
+
+        Peaks of memory since the last stage, GiB: on the card by PyTorch's count, in the process.
+        """
+        print(f"{name} (at most {limit_s:g} s):")
+        found: dict[str, Any] = {}
+        started_s = time.perf_counter()
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        try:
+            yield found
+            found["memory_gib"] = self.ask(_memory)
+        except BaseException as error:
+            found["failed"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            found["wall_s"] = time.perf_counter() - started_s
+            found |= {k: float(f"{v:.5g}") for k, v in found.items() if isinstance(v, float)}
+            self.content["stages"][name] = found
+            measuring.write_json(self.path, self.content)
+            for key, value in found.items():
+                print(f"  {key}: {json.dumps(value)}")
+
+    def sync(self) -> None:
         """The first forms the group; the others are what a run pays in every iteration."""
-        with self.results.stage("sync", 120) as found:
-            times, reports = zip(*(measuring.timed(roles.sync) for _ in range(5)), strict=True)
+        with self.stage("sync", 120) as found:
+            sync = self.roles.sync
+            times, reports = zip(*(measuring.timed(sync) for _ in range(5)), strict=True)
             report = reports[-1]
             # Not in the timed ones: looking every 2 ms takes the roles' interpreters from them.
             for number in range(2):
-                with self.host_memory(roles, found, f"host_mib of sync {number}"):
-                    roles.sync()
+                with self.host_memory(found, f"host_mib of sync {number}"):
+                    sync()
             found["bucket_mib"] = self.config.weight_sync.bucket_mib
             found["seconds"] = [round(seconds, 4) for seconds in times]
             found["tensors"], found["bytes"] = report.tensors, report.bytes
-            found["gb_per_s"] = round(report.bytes / median(times[1:]) / 1e9, 1)
+            found["gb_per_s"] = report.bytes / median(times[1:]) / 1e9
             found["checksum"] = report.checksum
-            found["memory_gib"] = self.memory(roles)
 
-    def learner_pass(self, roles: Roles) -> None:
+    def learner_pass(self) -> None:
         """Forward and backward, accumulating, as between two optimizer steps."""
         for batch in (1, 4):
-            with self.results.stage(f"learner pass, batch {batch}", 150) as found:
-                ranks = roles.learner.ranks
-                calls = [r.__ray_call__.remote(_time_passes, batch) for r in ranks]
-                answers = ray.get(calls)
-                found |= answers[0]
-                seconds = median(answers[0]["pass_s"])
-                tflop = self.pass_tflop * batch
-                found["tflop"] = round(tflop, 1)
-                found["tflop_per_s"] = round(tflop / seconds, 1)
-                found["share_of_matrix_rate"] = round(tflop / seconds / answers[0]["matrix"], 3)
-                found["memory_gib"] = self.memory(roles)
+            with self.stage(f"learner pass, batch {batch}", 150) as found:
+                ranks = self.roles.learner.ranks
+                found |= ray.get([r.__ray_call__.remote(_time_passes, batch) for r in ranks])[0]
+                found["tflop"] = self.pass_tflop * batch
+                found["tflop_per_s"] = found["tflop"] / median(found["pass_s"])
+                found["share_of_matrix_rate"] = found["tflop_per_s"] / found["matrix"]
 
-    def iterations(self, roles: Roles) -> None:
+    def iterations(self) -> None:
         """Generate, learn, sync: the first warms up (compilation, buffers)."""
+        roles = self.roles
         for number in range(2):
-            with self.results.stage(f"iteration {number}", 240) as found:
+            with self.stage(f"iteration {number}", 240) as found:
                 count = self.config.sampling.prompts_per_iteration
                 texts = [f"{measuring.PROMPT} {n}" for n in range(count)]
                 prompts = [roles.encoder.encode.remote(n, text) for n, text in enumerate(texts)]
                 started_s = time.perf_counter()
-                summaries, groups = roles.pool.generate(prompts, number, lambda *_: None)
-                found["generate_s"] = _lap(started_s)
+                draw = partial(roles.pool.generate, prompts, number, lambda *_: None)
+                found["generate_s"], (summaries, groups) = measuring.timed(draw)
                 found["evaluations"] = sum(s.evaluations for s in summaries)
                 found["pictures"] = sum(s.pictures for s in summaries)
-                learn_s = time.perf_counter()
-                update = roles.learner.update(groups)
-                found["learn_s"] = _lap(learn_s)
+                learn = partial(roles.learner.update, groups)
+                found["learn_s"], update = measuring.timed(learn)
                 found["passes"] = len(update.records)
                 found["first_max_abs_log_ratio"] = max(
                     r.health.max_abs_log_ratio for r in update.records if r.update == 0
                 )
                 found["grad_norms"] = update.grad_norms
-                sync_s = time.perf_counter()
-                roles.sync()
-                found["sync_s"] = _lap(sync_s)
-                found["iteration_s"] = _lap(started_s)
-                found["memory_gib"] = self.memory(roles)
+                found["sync_s"], _ = measuring.timed(roles.sync)
+                found["iteration_s"] = time.perf_counter() - started_s
 
-    def checkpoint(self, roles: Roles) -> None:
+    def checkpoint(self) -> None:
         """Until it is copied, and until it is whole on the disk and checked."""
-        with self.results.stage("checkpoint", 400) as found:
-            run_dir = Path(self.config.run_dir)
+        with self.stage("checkpoint", 400) as found:
             kind = "full" if self.config.model.lora is None else "lora"
             info = CheckpointInfo(1, 1, 1, 0, 0.0, kind, 0)
-            folder = checkpoint_folder(run_dir, 1)
+            folder = checkpoint_folder(Path(self.config.run_dir), 1)
             # The first save takes its memory; a run's others find it there.
             found["blocked_s"], found["seconds"] = [], []
             for number in range(2):
                 # Two of true size would not fit on every disk.
                 shutil.rmtree(folder, ignore_errors=True)
-                with self.host_memory(roles, found, f"host_mib of save {number}"):
+                with self.host_memory(found, f"host_mib of save {number}"):
                     started_s = time.perf_counter()
-                    roles.learner.save(folder, info)
-                    found["blocked_s"].append(_lap(started_s))
-                    roles.learner.finish_save()
-                    found["seconds"].append(_lap(started_s))
+                    self.roles.learner.save(folder, info)
+                    found["blocked_s"].append(round(time.perf_counter() - started_s, 3))
+                    self.roles.learner.finish_save()
+                    found["seconds"].append(round(time.perf_counter() - started_s, 3))
             found["bytes"] = sum(file.stat().st_size for file in folder.iterdir())
             shard = sum(file.stat().st_size for file in folder.glob("*-00000.safetensors"))
-            found["shard_mib"] = round(shard / 2**20, 1)
-            found["memory_gib"] = self.memory(roles)
-
-    def memory(self, roles: Roles) -> dict[str, Any]:
-        """Peaks since the last call, GiB: on the card by PyTorch's count, and in the process."""
-        return _ask(roles, _memory)
+            found["shard_mib"] = shard / 2**20
 
     @contextmanager
-    def host_memory(self, roles: Roles, found: dict[str, Any], key: str) -> Iterator[None]:
+    def host_memory(self, found: dict[str, Any], key: str) -> Iterator[None]:
         """Adds each process's anonymous memory in MiB: before, at most, and what that is more."""
-        _ask(roles, _begin_watch)
+        self.ask(_begin_watch)
         yield
-        found[key] = _ask(roles, _end_watch)
+        found[key] = self.ask(_end_watch)
 
-
-def _note(started_s: float, text: str) -> None:
-    print(f"  {_lap(started_s):.1f} s: {text}")
-
-
-def _lap(started_s: float) -> float:
-    return round(time.perf_counter() - started_s, 3)
-
-
-def _ask(roles: Roles, question: Callable[[Any], Any]) -> dict[str, Any]:
-    """The answer of every rollout worker and learner rank."""
-    named = {f"rollout worker {n}": worker for n, worker in enumerate(roles.pool.workers)}
-    named |= {f"learner rank {n}": rank for n, rank in enumerate(roles.learner.ranks)}
-    answers = ray.get([handle.__ray_call__.remote(question) for handle in named.values()])
-    return dict(zip(named, answers, strict=True))
+    def ask(self, question: Callable[[Any], Any]) -> dict[str, Any]:
+        """The answer of every rollout worker and learner rank."""
+        named = {f"rollout worker {n}": one for n, one in enumerate(self.roles.pool.workers)}
+        named |= {f"learner rank {n}": rank for n, rank in enumerate(self.roles.learner.ranks)}
+        answers = ray.get([handle.__ray_call__.remote(question) for handle in named.values()])
+        return dict(zip(named, answers, strict=True))
 
 
 class _HostWatch(threading.Thread):
@@ -334,11 +262,11 @@ def make_config(options: argparse.Namespace, scratch: Path) -> tuple[Config, lis
     if options.heads is not None:
         architecture = model / "transformer" / "config.json"
         measuring.change_json(architecture, {"num_attention_heads": options.heads})
-    one_card = options.setup == "one_card"
-    overrides = measuring.RANDOM_WEIGHTS + COMMON + (ONE_CARD if one_card else FOUR_CARDS)
+    overrides = measuring.settings("random_weights", "scale", options.setup)
     if not options.tiny:
-        overrides += measuring.TRUE_SIZE + TRUE_SIZE
-        overrides += ONE_CARD_SHARES if one_card else FOUR_CARDS_SHARES
+        overrides += measuring.settings(
+            "true_size", "scale_true_size", f"{options.setup}_true_size"
+        )
         scorer = measuring.write_scorer(scratch / "hps.pt")
         overrides += [f"rewards.hps.options={json.dumps(scorer)}"]
     overrides += [f"model.path={model}", f"run_dir={scratch / 'run'}", *options.overrides]
@@ -348,24 +276,25 @@ def make_config(options: argparse.Namespace, scratch: Path) -> tuple[Config, lis
 
 def main() -> int:
     """Returns 1 if a stage failed; what was measured before is in the file all the same."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--setup", choices=["one_card", "four_cards"], required=True)
-    parser.add_argument("--json", type=Path, required=True, help="where results go")
     parser.add_argument("--tiny", action="store_true", help="the quickstart's size, on CPUs")
     parser.add_argument("--heads", type=int, help="attention heads: a wider network")
     parser.add_argument("--stages", default=STAGES, help=f"some of {STAGES}, in any order")
-    parser.add_argument("--scratch", type=Path, help="folder for checkpoints (a temporary one)")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args()
-    measuring.show_lines()
-    with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         print("writing the model folder")
         config, overrides = make_config(options, Path(scratch))
-        results = Results(options.json, options.setup, overrides)
         card = measuring.card_name(torch.device("cpu" if options.tiny else "cuda"))
-        results.content |= {"torch": torch.__version__, "card": card}
+        facts = {
+            "setup": options.setup,
+            "overrides": overrides,
+            "torch": torch.__version__,
+            "card": card,
+        }
         try:
-            Bench(config, results, options.stages.split(",")).run()
+            Bench(config, options.json, facts).run(options.stages.split(","))
         except Exception as error:  # noqa: BLE001  (a stage's failure is a result, too)
             print(f"failed: {type(error).__name__}: {error}")
             return 1

@@ -1,42 +1,36 @@
-#!/usr/bin/env python3
 """Train the models of the tiny world from a seed and write them in their real file layouts.
 
     python scripts/build_tiny_world.py --out g2rpo_ray/tiny_world/assets --seed 0 --device cuda
 
-takes a few minutes on one H100 and hours on a CPU, so the assets are shipped. Architectures are
-read from the shipped files; weights are trained from nothing. The stages build on each other's
-files, so one stage can be repeated with `--only`; `--quick` runs a few steps of each to show that
-everything works. The weaker FLUX that the HPS stage needs is kept beside DIR in DIR_work and is not
-part of the assets.
+takes a few minutes on one H100 and hours on a CPU, so the assets are shipped. Architectures and
+tokenizers are read from the shipped files; weights are trained from nothing. `--quick` runs a few
+steps of each stage to show that everything works.
 """
 
 import argparse
 import datetime
-import json
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import yaml
+from pydantic import TypeAdapter
 
 import measuring
 from g2rpo_ray.tiny_world.scene import split_captions
 from tiny_world.autoencoder import AutoencoderEffort, train_autoencoder
-from tiny_world.flux import FluxEffort, load_flux, load_weak_flux, train_flux
-from tiny_world.measure import (
-    Figures,
-    measure_autoencoder,
-    measure_flux,
-    measure_rewards,
-)
+from tiny_world.flux import FluxEffort, load_flux, train_flux
+from tiny_world.measure import Figures, measure_autoencoder, measure_flux, measure_rewards
 from tiny_world.rewards import Painters, RewardEffort, train_clip, train_hps
 
-STAGES = ("prompts", "vae", "flux", "clip", "hps", "measure")
 SIZE_LIMIT_MB = 16.0
 README = Path(__file__).parent / "tiny_world" / "assets_readme.md"
 """What the assets' README is made from."""
+EFFORTS = Path(__file__).parent / "tiny_world" / "efforts.yaml"
 
 
 @dataclass(frozen=True)
@@ -48,122 +42,75 @@ class Effort:
     clip: RewardEffort
     hps: RewardEffort
     vae_pictures: int
+    captions: int | None  # held-out ones to measure; none: all
     rounds: int  # generated pictures a held-out caption and step count
 
 
-FULL = Effort(
-    vae=AutoencoderEffort(steps=3500, batch=256),
-    flux=FluxEffort(steps=1550, weak_steps=1050, batch=384, bank=48),
-    clip=RewardEffort(steps=3000, families=96, flawed=256, learning_rate=1.5e-3, bank=45),
-    hps=RewardEffort(
-        steps=1500, families=64, flawed=192, learning_rate=4e-4, bank=45, generated=8192
-    ),
-    vae_pictures=1024,
-    rounds=4,
-)
-QUICK = Effort(
-    vae=AutoencoderEffort(steps=3, batch=4),
-    flux=FluxEffort(steps=3, weak_steps=2, batch=8, bank=1),
-    clip=RewardEffort(steps=2, families=4, flawed=4, learning_rate=1e-3, bank=1),
-    hps=RewardEffort(steps=2, families=4, flawed=4, learning_rate=1e-4, bank=1, generated=4),
-    vae_pictures=8,
-    rounds=2,
-)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
-    measuring.show_lines()
+    parser = measuring.make_parser(__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="assets folder")
+    parser.add_argument("--seed", type=int, default=0, help="of all training (default 0)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no GPU is visible here; allowed: cpu")
     device = torch.device(options.device)
-    effort = QUICK if options.quick else FULL
-    stages = options.only or STAGES
-    # Stages repeated with --only leave the figures of the others standing.
-    notes = _work(options.out) / "figures.json"
-    known = json.loads(notes.read_text()) if notes.exists() else {}
-    seconds: dict[str, float] = known.get("seconds", {})
-    figures: Figures = known.get("figures", {})
-    trained_on: str = known.get("trained_on", "")
-    for stage in stages:
-        # TF32 suffices for training; what is measured should be what a CPU computes, too.
-        torch.set_float32_matmul_precision("highest" if stage == "measure" else "high")
-        start = time.monotonic()
-        figures |= _run_stage(stage, options, effort, device)
-        if stage not in ("prompts", "measure"):
-            trained_on = f"{measuring.card_name(device)} with torch {torch.__version__}"
-        seconds[stage] = round(time.monotonic() - start, 1)
+    seconds: dict[str, float] = {}
+    figures: Figures = {}
+    # TF32 suffices for training; what is measured should be what a CPU computes, too.
+    torch.set_float32_matmul_precision("high")
+    start_s = time.monotonic()
+    efforts = yaml.safe_load(EFFORTS.read_text())
+    effort = TypeAdapter(Effort).validate_python(efforts["quick" if options.quick else "full"])
+    for stage, found in build(options.out, effort, device, options.seed):
+        figures |= found
+        seconds[stage] = round(time.monotonic() - start_s, 1)
         print(f"{stage}: {seconds[stage]} s")
+        start_s = time.monotonic()
     for name, value in figures.items():
         print(f"{name:<32} {value:.4f}")
     result = {
         "seed": options.seed,
         "quick": options.quick,
-        "trained_on": trained_on,
+        "trained_on": f"{measuring.card_name(device)} with torch {torch.__version__}",
         "seconds": seconds,
         "figures": figures,
         "sizes_mb": _sizes_mb(options.out),
     }
-    notes.write_text(json.dumps(result))
-    if "measure" in stages:
-        (options.out / "README.md").write_text(_readme(options, result))
+    (options.out / "README.md").write_text(_readme(options, result))
     measuring.write_json(options.json, result)
     total = sum(result["sizes_mb"].values())
     if total > SIZE_LIMIT_MB:
         sys.exit(f"{options.out} holds {total:.1f} MB; at most {SIZE_LIMIT_MB} MB may be shipped")
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="assets folder")
-    parser.add_argument("--seed", type=int, default=0, help="of all training (default 0)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write what is printed here")
-    parser.add_argument("--only", choices=STAGES, nargs="+", metavar="STAGE", help=" ".join(STAGES))
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: no GPU is visible here; allowed: cpu")
-    return options
-
-
-def _run_stage(
-    stage: str, options: argparse.Namespace, effort: Effort, device: torch.device
-) -> Figures:
-    out: Path = options.out
-    work = _work(out)
-    flux, seed = out / "flux", options.seed
+def build(
+    out: Path, effort: Effort, device: torch.device, seed: int
+) -> Iterator[tuple[str, Figures]]:
+    """Each stage, when it is done, with its figures."""
     # The split is part of the world, not of a training run: it does not follow the seed.
     train, heldout = split_captions(seed=0)
-    if stage == "prompts":
-        (out / "prompts").mkdir(parents=True, exist_ok=True)
-        for name, captions in (("train", train), ("heldout", heldout)):
-            (out / "prompts" / f"{name}.txt").write_text("\n".join(captions) + "\n")
-    elif stage == "vae":
-        train_autoencoder(flux / "vae", effort.vae, device, seed)
-        return measure_autoencoder(flux, device, effort.vae_pictures)
-    elif stage == "flux":
-        train_flux(flux, work, effort.flux, device, seed)
-    elif stage in ("clip", "hps"):
-        good, vae = load_flux(flux, device)
-        painters = Painters(good, load_weak_flux(work, device), vae)
-        if stage == "clip":
-            train_clip(out / "clip", painters, effort.clip, device, seed)
-        else:
-            train_hps(out / "hps", out / "clip", painters, effort.hps, device, seed + 1)
-    else:
-        figures = measure_autoencoder(flux, device, effort.vae_pictures)
-        asked = heldout[:4] if options.quick else heldout
-        flux_figures, pictures = measure_flux(flux, asked, device, effort.rounds)
-        return figures | flux_figures | measure_rewards(out, asked, pictures, device)
-    return {}
-
-
-def _work(out: Path) -> Path:
-    """Where the stages keep what is not shipped."""
-    work = out.with_name(out.name + "_work")
-    work.mkdir(parents=True, exist_ok=True)
-    return work
+    (out / "prompts").mkdir(parents=True, exist_ok=True)
+    for name, captions in (("train", train), ("heldout", heldout)):
+        (out / "prompts" / f"{name}.txt").write_text("\n".join(captions) + "\n")
+    yield "prompts", {}
+    flux = out / "flux"
+    train_autoencoder(flux / "vae", effort.vae, device, seed)
+    yield "vae", {}
+    weak = train_flux(flux, effort.flux, device, seed)
+    yield "flux", {}
+    good, vae = load_flux(flux, device)
+    painters = Painters(good, weak, vae)
+    train_clip(out / "clip", painters, effort.clip, device, seed)
+    yield "clip", {}
+    train_hps(out / "hps", out / "clip", painters, effort.hps, device, seed + 1)
+    yield "hps", {}
+    torch.set_float32_matmul_precision("highest")
+    figures = measure_autoencoder(flux, device, effort.vae_pictures)
+    asked = heldout[: effort.captions]
+    flux_figures, pictures = measure_flux(flux, asked, device, effort.rounds)
+    yield "measure", figures | flux_figures | measure_rewards(out, asked, pictures, device)
 
 
 def _sizes_mb(out: Path) -> dict[str, float]:
@@ -182,8 +129,8 @@ def _readme(options: argparse.Namespace, result: dict) -> str:
     command += ["--quick"] if options.quick else []
     rows = [f"| {name} | {value:.4g} |" for name, value in result["figures"].items()]
     sizes = ", ".join(f"{name} {size} MB" for name, size in result["sizes_mb"].items())
-    training = {name: result["seconds"].get(name) for name in ("vae", "flux", "clip", "hps")}
-    seconds = ", ".join(f"{name} {value}" for name, value in training.items())
+    stages = ("vae", "flux", "clip", "hps")
+    seconds = ", ".join(f"{name} {result['seconds'][name]}" for name in stages)
     return README.read_text().format(
         date=datetime.date.today().isoformat(),
         trained_on=result["trained_on"],

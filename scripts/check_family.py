@@ -11,7 +11,6 @@ the pipeline that the folder needs (tiny text encoders do) are ``common`` of its
 import argparse
 import inspect
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +32,23 @@ from g2rpo_ray.sampling.sampler import Sampler
 TOLERANCE = 1e-4
 
 
-@dataclass
-class Walk:
-    """A trajectory of latents, and the picture at its end."""
-
-    latents: list[Tensor] = field(default_factory=list)
-    """float32 ``[1, tokens, channels]``: noise, and after every step."""
-    picture: Tensor = field(default_factory=lambda: torch.empty(0))
-    """0 to 255, ``[1, (frames,) H, W, 3]``."""
+Walk = tuple[list[Tensor], Tensor]
+"""A trajectory's latents, float32 ``[1, tokens, channels]``: noise, and after every step. And the
+picture at its end, 0 to 255, ``[1, (frames,) H, W, 3]``."""
 
 
 def by_diffusers(family: Family, folder: Path, options: argparse.Namespace) -> Walk:
     """The pipeline's walk, read at its scheduler."""
-    walk = Walk()
+    latents: list[Tensor] = []
     pipeline = family.pipeline_class.from_pretrained(folder, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     step = pipeline.scheduler.step
 
     def recorded(velocity: Tensor, timestep: Tensor, x: Tensor, **more: Any) -> Any:
-        if not walk.latents:
-            walk.latents.append(_packed(x))
+        if not latents:
+            latents.append(_packed(x))
         result = step(velocity, timestep, x, **more)
-        walk.latents.append(_packed(result[0]))
+        latents.append(_packed(result[0]))
         return result
 
     pipeline.scheduler.step = recorded
@@ -70,8 +64,7 @@ def by_diffusers(family: Family, folder: Path, options: argparse.Namespace) -> W
         **family.pipeline_arguments(options.guidance),
         **_needed(family),
     )
-    walk.picture = torch.from_numpy(pictures) * 255
-    return walk
+    return latents, torch.from_numpy(pictures) * 255
 
 
 def by_us(family: Family, folder: Path, options: argparse.Namespace, noise: Tensor) -> Walk:
@@ -85,7 +78,7 @@ def by_us(family: Family, folder: Path, options: argparse.Namespace, noise: Tens
     sampler = Sampler(Evaluator(policy, 1), family.schedule(options.steps, shape))
     trajectory = sampler.trajectory(noise, encoder.encode(options.prompt))
     decoder = PictureDecoder(family, load_part(model, "vae", torch.float32), shape, 1)
-    return Walk(list(trajectory.latents), decoder.decode(trajectory.x0).float())
+    return list(trajectory.latents), decoder.decode(trajectory.x0).float()
 
 
 def _needed(family: Family) -> dict[str, Any]:
@@ -115,12 +108,12 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as problem:
         print(problem)
         return 2
-    theirs = by_diffusers(family, folder, options)
-    ours = by_us(family, folder, options, theirs.latents[0])
-    pairs = zip(ours.latents, theirs.latents, strict=True)
+    expected, their_picture = by_diffusers(family, folder, options)
+    latents, picture = by_us(family, folder, options, expected[0])
+    pairs = zip(latents, expected, strict=True)
     # Not Python's max, which passes over NaN.
     error = float(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]).max())
-    difference = float((ours.picture - theirs.picture.round()).abs().max())
+    difference = float((picture - their_picture.round()).abs().max())
     print(f"{family.pipeline}, {options.steps} steps, {options.width}x{options.height}: ", end="")
     print(f"latents {error:.2e} relative, pictures {difference:.0f} of 255 apart at most")
     passed = error <= TOLERANCE

@@ -7,7 +7,6 @@ schedules, step sets and granularities are checked alike. Prints the largest rel
 section; exit code 1 beyond the tolerance of 1e-5, 2 for a folder that cannot be read.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -22,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+import measuring
 from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.maths.granularity import completion_indices, count_g2rpo, count_published_order
 from g2rpo_ray.maths.objective import clipped_policy_loss
@@ -214,9 +214,8 @@ def check(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="laid out like tests/golden")
-    parser.add_argument("--json", type=Path, help="write the report here, too")
     options = parser.parse_args()
     try:
         report = check(options.folder)
@@ -229,8 +228,7 @@ def main() -> int:
             f"{name:<18} {row['max_relative_error']:.2e}  over {row['comparisons']:>3} "
             f"comparisons  {verdict}"
         )
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+    measuring.write_json(options.json, report)
     passed = all(row["max_relative_error"] <= TOLERANCE for row in report.values())
     print("passed" if passed else f"failed: a relative error is beyond {TOLERANCE:g}")
     return 0 if passed else 1

@@ -28,13 +28,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from g2rpo_ray.models.flux import load_policy
+from pydantic import TypeAdapter
 from torch import Tensor
 
 import measuring
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerEngine
 from g2rpo_ray.learner.update import Assignment, update_on_groups
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
@@ -92,15 +93,16 @@ class Result:
     first_max_abs_log_ratio: float | None
     """Largest |Δlog p| before an iteration's first update, over the whole run; None: not kept."""
 
-    @classmethod
-    def from_dict(cls, tree: dict[str, Any]) -> "Result":
-        points = [Point(**point) for point in tree["points"]]
-        return cls(Job(**tree["job"]), points, tree["first_max_abs_log_ratio"])
-
 
 def train(job: Job) -> Result:
     """Run one job in this process, until all of its budgets are spent."""
-    training = Training(measuring.quickstart(_settings(job)))
+    settings = [
+        f"seed={job.seed}",
+        f"iterations={job.max_iterations}",
+        f"learner.learning_rate={job.learning_rate}",
+        "learner.ranks=1",
+    ]
+    training = Training(measuring.quickstart([*settings, *ROWS[job.row], *job.overrides]))
     points = [Point(0, 0, 0.0, training.heldout_means())]
     iteration = evaluations = 0
     train_s = first_ratio = 0.0
@@ -111,8 +113,14 @@ def train(job: Job) -> Result:
         iteration, evaluations, train_s = iteration + 1, evaluations + spent, train_s + seconds
         first_ratio = max(first_ratio, ratio)
         if iteration % job.every == 0:
-            points.append(Point(iteration, evaluations, train_s, training.heldout_means()))
-            print(_line(job, points[-1]), flush=True)
+            rewards = training.heldout_means()
+            points.append(Point(iteration, evaluations, train_s, rewards))
+            print(
+                f"{job.row:<16} seed {job.seed} lr {job.learning_rate:g}  iteration "
+                f"{iteration:>4}  {evaluations:>7,} evaluations  {train_s:5.0f} s  "
+                + "  ".join(f"{name} {value:.3f}" for name, value in rewards.items()),
+                flush=True,
+            )
     return Result(job, points, first_ratio)
 
 
@@ -169,12 +177,15 @@ def local_worker(config: Config) -> RolloutWorker:
     return RolloutWorker(config, LocalScoring(scorers))
 
 
+@dataclass(frozen=True)
 class LocalScoring:
     """The reward servers' place in one process."""
 
-    def __init__(self, scorers: dict[str, RewardScorer]) -> None:
-        self._scorers = scorers
-        self.names = sorted(scorers)
+    scorers: dict[str, RewardScorer]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.scorers)
 
     def submit(
         self,
@@ -184,7 +195,7 @@ class LocalScoring:
         names: list[str],
     ) -> "LocalScores":
         count = [prompt] * len(pictures)
-        return LocalScores({name: self._scorers[name].score(pictures, count) for name in names})
+        return LocalScores({name: self.scorers[name].score(pictures, count) for name in names})
 
 
 @dataclass(frozen=True)
@@ -198,17 +209,6 @@ class LocalScores:
 
     def result(self) -> dict[str, Tensor]:
         return self.scores
-
-
-def _settings(job: Job) -> list[str]:
-    return [
-        f"seed={job.seed}",
-        f"iterations={job.max_iterations}",
-        f"learner.learning_rate={job.learning_rate}",
-        "learner.ranks=1",
-        *ROWS[job.row],
-        *job.overrides,
-    ]
 
 
 def run_all(jobs: Sequence[Job], processes: int, keep: Path | None = None) -> list[Result]:
@@ -225,23 +225,34 @@ def run_all(jobs: Sequence[Job], processes: int, keep: Path | None = None) -> li
     return sorted(results, key=lambda result: jobs.index(result.job))
 
 
-def tune(
-    rows: Sequence[str], rates: Sequence[float], template: Job, processes: int
-) -> dict[str, float]:
-    """The best learning rate of each row: highest mean gain of the trained rewards."""
-    jobs = [
-        replace(template, row=row, learning_rate=rate, seed=TUNING_SEED)
-        for row in rows
-        for rate in rates
-    ]
-    results = run_all(jobs, processes)
-    best = {}
-    for row in rows:
-        candidates = [result for result in results if result.job.row == row]
-        best[row] = max(candidates, key=_trained_gain).job.learning_rate
-        for result in candidates:
-            print(f"tuning {row:<16} lr {result.job.learning_rate:g}: {_trained_gain(result):+.4f}")
-    return best
+def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, float]:
+    """Of each row; where they are to be tuned, from the file, which is written if need be.
+
+    The best is that of the highest mean gain of the trained rewards.
+    """
+    if options.tuning is None:
+        return dict.fromkeys(options.rows, options.learning_rates[0])
+    if not options.tuning.exists():
+        tuned = replace(
+            template,
+            seed=TUNING_SEED,
+            max_iterations=1,
+            max_evaluations=options.tuning_evaluations,
+            max_s=0.0,
+        )
+        jobs = [
+            replace(tuned, row=row, learning_rate=rate)
+            for row in options.rows
+            for rate in options.learning_rates
+        ]
+        best: dict[str, float] = {}
+        # The best comes last.
+        for result in sorted(run_all(jobs, options.processes), key=_trained_gain):
+            row, rate = result.job.row, result.job.learning_rate
+            print(f"tuning {row:<16} lr {rate:g}: {_trained_gain(result):+.4f}")
+            best[row] = rate
+        measuring.write_json(options.tuning, {row: best[row] for row in options.rows})
+    return dict(json.loads(options.tuning.read_text()))
 
 
 def _trained_gain(result: Result) -> float:
@@ -272,17 +283,14 @@ def at_budget(result: Result, budget: str, limit: float) -> Point:
 
     places = [start, *(place for place in spent if start < place < limit), limit]
 
-    def mean(values: list[float]) -> float:
-        heights = np.interp(places, spent, values)
-        area = np.diff(places) @ (heights[1:] + heights[:-1]) / 2
-        return float(area / (limit - start))
-
     def now(name: str) -> float:
         return float(np.interp(limit, spent, [getattr(point, name) for point in trained]))
 
-    rewards = {
-        name: mean([point.rewards[name] for point in trained]) for name in trained[0].rewards
-    }
+    def mean(reward: str) -> float:
+        line = np.interp(places, spent, [point.rewards[reward] for point in trained])
+        return float(np.trapezoid(line, places) / (limit - start))
+
+    rewards = {name: mean(name) for name in trained[0].rewards}
     return Point(round(now("iteration")), round(now("evaluations")), now("train_s"), rewards)
 
 
@@ -290,23 +298,22 @@ def table(results: Sequence[Result], budget: str, limit: float) -> list[dict[str
     """Mean and spread over seeds of every row at a budget."""
     rows = []
     for name in dict.fromkeys(result.job.row for result in results):
-        points = [at_budget(r, budget, limit) for r in results if r.job.row == name]
-        rates = {r.job.learning_rate for r in results if r.job.row == name}
+        runs = [result for result in results if result.job.row == name]
+        points = [at_budget(run, budget, limit) for run in runs]
+        rewards = {r: [point.rewards[r] for point in points] for r in points[0].rewards}
         rows.append(
             {
                 "row": name,
-                "learning_rate": rates.pop(),
+                "learning_rate": runs[0].job.learning_rate,
                 "iterations": fmean(p.iteration for p in points),
                 "evaluations": fmean(p.evaluations for p in points),
                 "train_s": fmean(p.train_s for p in points),
                 "rewards": {
                     reward: {
-                        "mean": fmean(p.rewards[reward] for p in points),
-                        "spread": stdev(p.rewards[reward] for p in points)
-                        if len(points) > 1
-                        else 0.0,
+                        "mean": fmean(values),
+                        "spread": stdev(values) if len(values) > 1 else 0.0,
                     }
-                    for reward in points[0].rewards
+                    for reward, values in rewards.items()
                 },
             }
         )
@@ -352,11 +359,11 @@ def plot(results: Sequence[Result], path: Path) -> None:
     for axis, reward in zip(axes, rewards, strict=True):
         for name in dict.fromkeys(result.job.row for result in results):
             curves = [r.points for r in results if r.job.row == name]
-            points = list(zip(*curves, strict=False))
-            x = [fmean(p.evaluations for p in place) / 1000 for place in points]
-            values = [[p.rewards[reward] for p in place] for place in points]
-            (line,) = axis.plot(x, [fmean(v) for v in values], label=name)
-            low, high = [min(v) for v in values], [max(v) for v in values]
+            places = list(zip(*curves, strict=False))
+            x = [fmean(p.evaluations for p in place) / 1000 for place in places]
+            values = np.array([[p.rewards[reward] for p in place] for place in places])
+            (line,) = axis.plot(x, values.mean(axis=1), label=name)
+            low, high = values.min(axis=1), values.max(axis=1)
             axis.fill_between(x, low, high, alpha=0.12, color=line.get_color())
         axis.set(title=reward, xlabel="evaluations (thousands)")
         axis.spines[["top", "right"]].set_visible(False)
@@ -365,16 +372,8 @@ def plot(results: Sequence[Result], path: Path) -> None:
     figure.savefig(path)
 
 
-def _line(job: Job, point: Point) -> str:
-    rewards = "  ".join(f"{name} {value:.3f}" for name, value in point.rewards.items())
-    return (
-        f"{job.row:<16} seed {job.seed} lr {job.learning_rate:g}  iteration {point.iteration:>4}  "
-        f"{point.evaluations:>7,} evaluations  {point.train_s:5.0f} s  {rewards}"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def main() -> int:
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only tune")
     parser.add_argument("--iterations", type=int, default=100, help="budget (a)")
@@ -387,14 +386,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tuning-evaluations", type=int, default=22_000, help="budget of tuning")
     parser.add_argument("--runs", type=Path, help="an earlier --json to show; nothing is trained")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
-    parser.add_argument("--json", type=Path, help="write everything that was measured")
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
     parser.add_argument("--markdown", type=Path, help="write the tables")
-    return parser
-
-
-def main() -> int:
-    options = _parser().parse_args()
+    options = parser.parse_args()
     # One thread and no card in every run: the rows share a machine.
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if len(options.learning_rates) > 1 and options.tuning is None:
@@ -419,7 +413,8 @@ def main() -> int:
     if not jobs:
         return 0
     if options.runs:
-        results = [Result.from_dict(run) for run in json.loads(options.runs.read_text())["runs"]]
+        runs = json.loads(options.runs.read_text())["runs"]
+        results = TypeAdapter(list[Result]).validate_python(runs)
     else:
         results = run_all(jobs, options.processes, options.json)
     try:
@@ -438,18 +433,6 @@ def main() -> int:
     return 0
 
 
-def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, float]:
-    """Of each row; where they are to be tuned, from the file, which is written if need be."""
-    if options.tuning is None:
-        return dict.fromkeys(options.rows, options.learning_rates[0])
-    if not options.tuning.exists():
-        spent = {"max_iterations": 1, "max_evaluations": options.tuning_evaluations, "max_s": 0.0}
-        job = replace(template, **spent)
-        rates = tune(options.rows, options.learning_rates, job, options.processes)
-        measuring.write_json(options.tuning, rates)
-    return dict(json.loads(options.tuning.read_text()))
-
-
 def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[str, Any]:
     """What was measured, with a table for each budget.
 
@@ -466,10 +449,11 @@ def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[
         budget: min(limit, *(getattr(result.points[-1], budget) for result in results))
         for budget, limit in asked.items()
     }
-    ratios: dict[str, list[float]] = {row: [] for row in options.rows}
-    for result in results:
-        if result.first_max_abs_log_ratio is not None and result.job.row in ratios:
-            ratios[result.job.row].append(result.first_max_abs_log_ratio)
+    ratios = [
+        (result.job.row, result.first_max_abs_log_ratio)
+        for result in results
+        if result.first_max_abs_log_ratio is not None
+    ]
     return {
         "machine": {"cpu_count": os.cpu_count(), "python": platform.python_version()},
         "command": " ".join(sys.argv),
@@ -478,7 +462,10 @@ def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[
             name: fmean(result.points[0].rewards[name] for result in results)
             for name in results[0].points[0].rewards
         },
-        "first_max_abs_log_ratio": {row: max(found, default=None) for row, found in ratios.items()},
+        "first_max_abs_log_ratio": {
+            row: max((ratio for name, ratio in ratios if name == row), default=None)
+            for row in options.rows
+        },
         "tables": {budget: table(results, budget, limit) for budget, limit in budgets.items()},
         "runs": [asdict(result) for result in results],
     }

@@ -7,16 +7,18 @@ a room is for from its docstring, the arrows from the import statements. What th
 there; a test compares the committed picture with this one.
 """
 
-import ast
 import tomllib
 from dataclasses import dataclass
-from itertools import pairwise
+from importlib import import_module
+from itertools import combinations, pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 
+import grimp
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "g2rpo_ray"
+PACKAGE = "g2rpo_ray"
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 
 WIDTH, LEFT, RIGHT = 1000, 96, 890
@@ -83,10 +85,10 @@ def draw() -> str:
     rooms: dict[str, Room] = {}
     y = TOP
     for name in names:
-        stations = [(n, s) for n, s in enumerate(WAY, 1) if check(s).partition(".")[0] == name]
+        here = [(n, s) for n, s in enumerate(WAY, 1) if check(s).startswith(f"{name}.")]
         stops = [
             Stop(number, y + ROOM_HEIGHT + STATION_HEIGHT * (line + 0.4), station)
-            for line, (number, station) in enumerate(stations)
+            for line, (number, station) in enumerate(here)
         ]
         height = ROOM_HEIGHT + STATION_HEIGHT * len(stops)
         rooms[name] = Room(name, purpose(name), y, height, stops)
@@ -124,35 +126,27 @@ def purpose(room: str) -> str:
     Raises:
         ValueError: there is none, or it is too long for the picture.
     """
-    file = PACKAGE / room / "__init__.py" if (PACKAGE / room).is_dir() else PACKAGE / f"{room}.py"
-    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    first = docstring.partition("\n")[0].replace("`", "")
+    module = import_module(f"{PACKAGE}.{room}")
+    first = (module.__doc__ or "").partition("\n")[0].replace("`", "")
     if not 0 < len(first) <= LONGEST_PURPOSE:
         raise ValueError(
-            f"{file}: the first line of the docstring has {len(first)} characters; the picture of "
-            f"the rooms has room for 1 to {LONGEST_PURPOSE}"
+            f"{module.__file__}: the first line of the docstring has {len(first)} characters; the "
+            f"picture of the rooms has room for 1 to {LONGEST_PURPOSE}"
         )
     return first
 
 
 def imports(rooms: list[str]) -> set[tuple[str, str]]:
     """(room, room below it that it imports), functions included; ``make lint`` allows no other."""
-    found = set()
-    for file in PACKAGE.rglob("*.py"):
-        room = file.relative_to(PACKAGE).with_suffix("").parts[0]
-        below = rooms[rooms.index(room) + 1 :] if room in rooms else []
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                modules = [f"{node.module}.{alias.name}" for alias in node.names]
-            for module in modules:
-                package, _, inner = module.partition(".")
-                other = inner.partition(".")[0]
-                if package == PACKAGE.name and other in below:
-                    found.add((room, other))
-    return found
+    graph = grimp.build_graph(PACKAGE, cache_dir=None)
+    modules = {room: f"{PACKAGE}.{room}" for room in rooms}
+    return {
+        (room, other)
+        for room, other in combinations(rooms, 2)
+        if graph.direct_import_exists(
+            importer=modules[room], imported=modules[other], as_packages=True
+        )
+    }
 
 
 def not_implied(rooms: list[str], found: set[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -163,8 +157,7 @@ def not_implied(rooms: list[str], found: set[tuple[str, str]]) -> list[tuple[str
         reached[room] = below.union(*(reached[other] for other in below))
     return [
         (room, other)
-        for room in rooms
-        for other in rooms
+        for room, other in combinations(rooms, 2)
         if (room, other) in found
         and not any(other in reached[via] for importer, via in found if importer == room)
     ]
@@ -176,18 +169,13 @@ def check(station: Station) -> str:
     Raises:
         ValueError: the package has no such class or function.
     """
-    room, module, *names = station.code.split(".")
-    file = PACKAGE / room / f"{module}.py"
-    nodes = ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else []
-    for name in names:
-        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        found = [node for node in nodes if isinstance(node, kinds) and node.name == name]
-        if not found:
-            raise ValueError(
-                f"station {station.name!r} of the way of a prompt: g2rpo_ray.{station.code} is not "
-                "there (any more); name what took its place in scripts/draw_rooms.py"
-            )
-        nodes = found[0].body
+    try:
+        resolve_name(f"{PACKAGE}.{station.code}")
+    except (ImportError, AttributeError) as missing:
+        raise ValueError(
+            f"station {station.name!r} of the way of a prompt: {PACKAGE}.{station.code} is not "
+            "there (any more); name what took its place in scripts/draw_rooms.py"
+        ) from missing
     return station.code
 
 

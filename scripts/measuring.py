@@ -1,9 +1,9 @@
 """What benchmarks share: settings, FLUX.1-dev's sizes with random weights, times, results."""
 
+import argparse
 import io
 import json
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,9 @@ from statistics import median
 from typing import Any, TypeVar
 
 import torch
+import yaml
 
+from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.models.conditioning import Conditioning
@@ -24,26 +26,13 @@ GIB = 2**30
 PROMPT = "a red circle left of a green triangle"
 SCORER = "ViT-H-14"
 """Architecture of the true-size scorers."""
-RANDOM_WEIGHTS = [
-    "seed=0",
-    "iterations=1",
-    "model.random_weights=true",
-    "cluster.dashboard=false",
-    "cluster.start_timeout_s=300",
-]
-TRUE_SIZE = [
-    "model.dtype=bfloat16",
-    "prompts.max_sequence_length=512",
-    "sampling.height=720",
-    "sampling.width=720",
-    "sampling.steps=16",
-    "rollout.batch_size=8",
-    "rollout.decode_batch_size=4",
-    "rollout.cpus_per_worker=2",
-    "rollout.threads=4",
-]
-
 T = TypeVar("T")
+
+
+def settings(*names: str) -> list[str]:
+    """Overrides: those that ``settings.yaml`` has under these names, in their order."""
+    known = yaml.safe_load((ROOT / "scripts" / "settings.yaml").read_text(encoding="utf-8"))
+    return [f"{key}={json.dumps(value)}" for name in names for key, value in known[name].items()]
 
 
 def quickstart(overrides: Sequence[str], rewards: Sequence[str] | None = None) -> Config:
@@ -107,10 +96,7 @@ def join_alone(device: torch.device) -> None:
     # DeepSpeed asks for cards when it is imported: not in a process that is still to fork.
     from g2rpo_ray.learner.engine import join_process_group
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    join_process_group(0, 1, "127.0.0.1", port, 600, device)
+    join_process_group(0, 1, *free_address(), 600, device)
 
 
 def timed(run: Callable[[], T]) -> tuple[float, T]:
@@ -139,14 +125,26 @@ def matrix_s(side: int, dtype: torch.dtype, device: torch.device, repeats: int =
     return median_s(lambda: a @ b, repeats)
 
 
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """Rows of the same keys as a Markdown table, numbers with four digits."""
+    print("| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
+    for row in rows:
+        cells = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
+        print("| " + " | ".join(cells) + " |")
+
+
 def card_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def show_lines() -> None:
-    """Whoever watches a lent card must see how far it came, also through a pipe."""
+def make_parser(description: str | None, needs_file: bool = False) -> argparse.ArgumentParser:
+    """Options of a script, from its docstring's first line: so far ``--json``, for its results."""
+    # Whoever watches a lent card must see how far it came, also through a pipe.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, required=needs_file, help="where results go")
+    return parser
 
 
 def write_json(path: Path | None, content: object) -> None:

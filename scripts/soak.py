@@ -8,7 +8,6 @@ the end the run is stopped with SIGTERM, resumed to its end, and compared with a
 iterations that nobody disturbed: weights checksum, groups, and what is left behind.
 """
 
-import argparse
 import json
 import os
 import random
@@ -18,14 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -52,52 +50,15 @@ LEAST_FAULTS = 2
 """Whatever the time limit."""
 LEAVING_S = 30.0
 """For what a finished run had on the cluster to go."""
+T = TypeVar("T")
 CPUS = 1
 """Of each of the two nodes; the roles take a quarter each, and there are five."""
-SETTINGS = [
-    "sampling.steps=3",
-    "sampling.members=2",
-    "sampling.prompts_per_iteration=2",
-    "g2rpo.sde_steps=[0]",
-    "g2rpo.granularities=[1]",
-    "evaluation.prompts=1",
-    "evaluation.steps=2",
-    "evaluation.every=0",
-    "checkpoint.every=1000",
-    "tracking.tensorboard=false",
-    "rollout.workers=2",
-    "rollout.cpus_per_worker=0.25",
-    "rollout.timeout_s=30",
-    "rollout.min_deadline_s=15",
-    "rollout.attempts=50",
-    "learner.ranks=2",
-    "learner.cpus_per_rank=0.25",
-    "learner.timeout_s=30",
-    "learner.min_deadline_s=8",
-    "learner.max_failures=1000",
-    "weight_sync.timeout_s=10",
-    "cluster.dashboard=false",
-    "cluster.start_timeout_s=120",
-    "rewards.clip.cpus_per_replica=0.25",
-    "rewards.clip.timeout_s=60",
-    "rewards.clip.health_timeout_s=12",
-]
 
 
 def soak_config(run_dir: Path, address: str, iterations: int) -> Config:
     """The quickstart, made as small as it gets."""
     overrides = [f"run_dir={run_dir}", f"cluster.address={address}", f"iterations={iterations}"]
-    return measuring.quickstart([*SETTINGS, *overrides], ["clip"])
-
-
-@dataclass
-class Fault:
-    """One fault and what became of it."""
-
-    kind: str
-    iteration: int
-    recovery_s: float | None = None
-    """From the fault until an iteration that began after it was on record."""
+    return measuring.quickstart([*measuring.settings("soak"), *overrides], ["clip"])
 
 
 class Nodes:
@@ -145,15 +106,15 @@ class Driver:
     """``g2rpo train`` as a process, started again where it was left."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        self.folder, self.run_dir = folder, Path(config.run_dir)
-        self.lives = 0
-        save_config(config, folder / f"{self.run_dir.name}.yaml")
+        self.folder, self.run_dir, self.lives = folder, Path(config.run_dir), 0
+        self.log = folder / f"{self.run_dir.name}.log"
+        save_config(config, self.log.with_suffix(".yaml"))
         self.start()
 
     def start(self, *overrides: str) -> None:
         self.lives += 1
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_ADDRESS")}
-        with (self.folder / f"{self.run_dir.name}.log").open("ab") as log:
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "g2rpo_ray.cli", "train", f"{self.run_dir.name}.yaml",
                  "--resume", "auto", *overrides],
@@ -173,7 +134,7 @@ class Driver:
         """Until the run has ended well; else RuntimeError with the last of its log."""
         code = self.process.wait(limit_s)
         if code != 0:
-            log = (self.folder / f"{self.run_dir.name}.log").read_text(errors="replace")
+            log = self.log.read_text(errors="replace")
             raise RuntimeError(f"{self.run_dir.name}: ended with {code}\n{log[-3000:]}")
 
     def kill(self) -> None:
@@ -186,10 +147,12 @@ class Driver:
 class Soak:
     """Injects faults into a run, and looks at it until it goes on."""
 
-    def __init__(self, folder: Path, nodes: Nodes, seed: int, address: str) -> None:
-        self.folder, self.nodes, self.address = folder, nodes, address
-        self.chance = random.Random(seed)
-        self.faults: list[Fault] = []
+    def __init__(self, nodes: Nodes, seed: int) -> None:
+        self.nodes, self.chance = nodes, random.Random(seed)
+        self.faults: list[str] = []
+        """Their kinds."""
+        self.recovery_s: dict[str, list[float]] = defaultdict(list)
+        """Kind -> times from a fault until an iteration that began after it was on record."""
         self.driver_deaths: list[str] = []
         """Fault after which the driver ended by itself, for each time."""
 
@@ -199,22 +162,18 @@ class Soak:
         first_s = time.monotonic()
         for kind in self.plan(count):
             if len(self.faults) >= LEAST_FAULTS and time.monotonic() - first_s > limit_s:
-                print(f"out of time after {len(self.faults)} faults", flush=True)
+                print(f"out of time after {len(self.faults)} faults")
                 break
-            fault = Fault(kind, driver.iterations())
-            started_s = time.monotonic()
+            iteration, started_s = driver.iterations() + 1, time.monotonic()
             victim = self.inject(kind, driver)
-            self.faults.append(fault)
-            wait_for(
-                partial(self.moved, driver, fault.iteration + 1),
-                RECOVERY_LIMIT_S,
-                f"a whole iteration after {kind}",
-            )
-            fault.recovery_s = time.monotonic() - started_s
+            self.faults.append(kind)
+            whole = partial(self.moved, driver, iteration)
+            wait_for(whole, RECOVERY_LIMIT_S, f"a whole iteration after {kind}")
+            seconds = time.monotonic() - started_s
+            self.recovery_s[kind].append(seconds)
             print(
-                f"{len(self.faults)}/{count} {kind} ({victim}) in iteration {fault.iteration + 1}: "
-                f"{fault.recovery_s:.1f} s",
-                flush=True,
+                f"{len(self.faults)}/{count} {kind} ({victim}) in iteration {iteration}: "
+                f"{seconds:.1f} s",
             )
 
     def plan(self, count: int) -> list[str]:
@@ -234,13 +193,8 @@ class Soak:
             driver.kill()
             driver.start()
             return f"pid {driver.process.pid}"
-        victims: list[psutil.Process] = []
-
-        def find() -> bool:
-            victims[:] = self.nodes.workers(TITLES[role])
-            return bool(victims)
-
-        wait_for(find, RECOVERY_LIMIT_S, f"a {role}")
+        find = partial(self.nodes.workers, TITLES[role])
+        victims = wait_for(find, RECOVERY_LIMIT_S, f"a {role}")
         # At any moment of an iteration.
         time.sleep(self.chance.random())
         victim = self.chance.choice(victims)
@@ -253,18 +207,16 @@ class Soak:
         code = driver.process.poll()
         if code is not None:
             # A group that lay on a killed node may be needed at the fault after that, too.
-            latest = [fault.kind for fault in self.faults[-2:]]
-            cause = "raylet_kill" if "raylet_kill" in latest else ([*latest] or ["start"])[-1]
+            latest = ["start", *self.faults][-2:]
+            cause = "raylet_kill" if "raylet_kill" in latest else latest[-1]
             self.driver_deaths.append(cause)
-            print(f"the driver ended with {code} after {cause}: started again", flush=True)
+            print(f"the driver ended with {code} after {cause}: started again")
             driver.start()
         return driver.iterations() > iteration
 
     def report(self) -> dict[str, Any]:
         """The faults, what they cost, and how often the driver died of them."""
-        recovery: dict[str, list[float]] = {}
-        for fault in sorted(self.faults, key=lambda fault: fault.kind):
-            recovery.setdefault(fault.kind, []).append(fault.recovery_s or 0.0)
+        recovery = dict(sorted(self.recovery_s.items()))
         return {
             "faults": len(self.faults),
             "faults_by_kind": {kind: len(seconds) for kind, seconds in recovery.items()},
@@ -277,12 +229,14 @@ class Soak:
         }
 
 
-def wait_for(condition: Callable[[], bool], limit_s: float, what: str) -> None:
+def wait_for(find: Callable[[], T], limit_s: float, what: str) -> T:
+    """The first answer that is true, or not empty."""
     deadline_s = time.monotonic() + limit_s
-    while not condition():
+    while not (found := find()):
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"waited {limit_s:g} s for {what}")
         time.sleep(0.1)
+    return found
 
 
 def stop(driver: Driver) -> dict[str, float]:
@@ -295,14 +249,14 @@ def stop(driver: Driver) -> dict[str, float]:
 
 def groups_of(run_dir: Path, iterations: int, expected: int) -> dict[str, int]:
     """Groups that are missing from the record, and those counted twice."""
+    wanted = Counter(dict.fromkeys(range(1, iterations + 1), expected))
     trained = Counter[int]()
     for record in read_metrics(run_dir):
         if record["kind"] == "train":
             trained[record["iteration"]] += record["groups/trained"]
-    more = [trained[iteration] - expected for iteration in range(1, iterations + 1)]
     return {
-        "groups_lost": sum(max(0, -difference) for difference in more),
-        "groups_doubled": sum(max(0, difference) for difference in more),
+        "groups_lost": (wanted - trained).total(),
+        "groups_doubled": (trained - wanted).total(),
     }
 
 
@@ -333,16 +287,11 @@ def left_behind(nodes: Nodes, address: str) -> dict[str, list[str]]:
         applications = list(serve.status().applications)
     finally:
         ray.shutdown()
-    processes = [
-        f"{process.pid} {' '.join(process.cmdline())}"
-        for title in TITLES.values()
-        for process in nodes.workers(title)
-    ]
     return {
         "actors": actors,
         "placement_groups": groups,
         "serve_applications": applications,
-        "processes": processes,
+        "processes": [str(p) for title in TITLES.values() for p in nodes.workers(title)],
     }
 
 
@@ -355,11 +304,9 @@ def held_by_living(names: set[str]) -> set[str]:
     held = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            maps = (process / "maps").read_text()
-            held |= {name for name in names if f"/dev/shm/{name}" in maps}
-        with suppress(OSError):
-            links = {str(link.readlink()) for link in (process / "fd").iterdir()}
-            held |= {name for name in names if f"/dev/shm/{name}" in links}
+            links = [str(link.readlink()) for link in (process / "fd").iterdir()]
+            used = "\n".join([(process / "maps").read_text(), *links])
+            held |= {name for name in names if f"/dev/shm/{name}" in used}
     return held
 
 
@@ -368,7 +315,7 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
     shared_before = shared_memory()
     nodes = Nodes()
     address = nodes.cluster.address
-    soak = Soak(folder, nodes, seed, address)
+    soak = Soak(nodes, seed)
     drivers: list[Driver] = []
     try:
         driver = Driver(folder, soak_config(folder / "disturbed", address, 100_000))
@@ -377,7 +324,7 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
         disturbed_s = time.monotonic() - started_s
         stopped = stop(driver)
         iterations = driver.iterations() + 1
-        print(f"SIGTERM: {stopped}; now to the end, {iterations} iterations", flush=True)
+        print(f"SIGTERM: {stopped}; now to the end, {iterations} iterations")
         driver.start(f"iterations={iterations}")
         driver.wait(RECOVERY_LIMIT_S)
         disturbed = json.loads((driver.run_dir / "summary.json").read_text())
@@ -413,17 +360,12 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = measuring.make_parser(__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the report here, too")
     parser.add_argument("--folder", type=Path, help="keep runs and logs here")
-    parser.add_argument(
-        "--limit-s",
-        type=float,
-        default=7200.0,
-        help="begin no fault so long after the first iteration, but for the first two",
-    )
+    late = "begin no fault so long after the first iteration, but for the first two"
+    parser.add_argument("--limit-s", type=float, default=7200.0, help=late)
     options = parser.parse_args()
     # So that a time limit from outside ends all that was started, too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

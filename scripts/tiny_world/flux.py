@@ -6,35 +6,34 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    FluxTransformer2DModel,
-)
-from safetensors.torch import load_file, save_file
+from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
 from tiny_world.pictures import PictureSource
-from tiny_world.support import fit, save_half
-from tiny_world.vocabulary import T5_LENGTH, clip_tokenizer, t5_tokenizer
+from tiny_world.support import copy_shipped, fit, save_half
 
 TIME_SHIFT = 3.0
 GUIDANCE = 3.5
-FLUX_PAD = "<|endoftext|>"
-WEAK = "weak_flux.safetensors"
+TRAINED = ("transformer", "text_encoder", "text_encoder_2")
 
 
 @dataclass(frozen=True)
 class FluxEffort:
     steps: int  # few on purpose: reinforcement learning needs room to rise
-    weak_steps: int  # when the weak model is kept
+    weak_steps: int  # when the weak model is kept; at most `steps`
     batch: int
     bank: int  # encoded pictures a caption
     learning_rate: float = 1.5e-3
@@ -46,18 +45,17 @@ class TinyFlux(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        folder = assets_dir() / "flux"
-        clip = CLIPTextConfig.from_pretrained(folder / "text_encoder")
-        self.text_encoder = CLIPTextModel(clip)
-        t5 = T5Config.from_pretrained(folder / "text_encoder_2")
-        self.text_encoder_2 = T5EncoderModel(t5)
-        flux = FluxTransformer2DModel.load_config(folder / "transformer")
-        self.transformer = FluxTransformer2DModel.from_config(flux)
+        flux = assets_dir() / "flux"
+        self.text_encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(flux / "text_encoder"))
+        self.text_encoder_2 = T5EncoderModel(T5Config.from_pretrained(flux / "text_encoder_2"))
+        sizes = FluxTransformer2DModel.load_config(flux / "transformer")
+        self.transformer = FluxTransformer2DModel.from_config(sizes)
 
-    def embed(self, tokens: "CaptionTokens") -> tuple[Tensor, Tensor]:
+    def embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """T5 states [B, 10, 64] and CLIP's pooled state [B, 64]."""
-        states = self.text_encoder_2(tokens.t5).last_hidden_state
-        return states, self.text_encoder(tokens.clip).pooler_output
+        t5, clip = tokens.split((10, 12), dim=1)
+        states = self.text_encoder_2(t5).last_hidden_state
+        return states, self.text_encoder(clip).pooler_output
 
     def velocity(
         self, packed: Tensor, sigma: Tensor, guidance: Tensor, states: Tensor, pooled: Tensor
@@ -87,32 +85,22 @@ def unpack(packed: Tensor) -> Tensor:
     return F.fold(packed.mT, (8, 8), 2, stride=2)
 
 
-@dataclass(frozen=True)
-class CaptionTokens:
-    """Token ids of captions, int64 [B, length]."""
-
-    t5: Tensor
-    clip: Tensor
-
-    @classmethod
-    def of(cls, captions: list[str], device: torch.device) -> "CaptionTokens":
-        t5 = t5_tokenizer()(
-            captions, padding="max_length", max_length=T5_LENGTH, return_tensors="pt"
-        )
-        clip = clip_tokenizer(FLUX_PAD)(captions, padding="max_length", return_tensors="pt")
-        return cls(t5.input_ids.to(device), clip.input_ids.to(device))
-
-    def __getitem__(self, index: Tensor) -> "CaptionTokens":
-        return CaptionTokens(self.t5[index], self.clip[index])
+def caption_tokens(captions: list[str], device: torch.device) -> Tensor:
+    """Token ids of T5 and of CLIP side by side, int64 [B, 10 + 12]."""
+    flux = assets_dir() / "flux"
+    tokenizers = [
+        T5Tokenizer.from_pretrained(flux / "tokenizer_2"),
+        CLIPTokenizer.from_pretrained(flux / "tokenizer"),
+    ]
+    ids = [tokenizer(captions, padding="max_length")["input_ids"] for tokenizer in tokenizers]
+    return torch.cat([torch.tensor(each) for each in ids], dim=1).to(device)
 
 
 @torch.no_grad()
-def generate(
-    model: TinyFlux, vae: AutoencoderKL, tokens: CaptionTokens, steps: int, seed: int
-) -> Tensor:
+def generate(model: TinyFlux, vae: AutoencoderKL, tokens: Tensor, steps: int, seed: int) -> Tensor:
     """Euler pictures of the captions, uint8 [B, 64, 64, 3] on the CPU, noise from the seed."""
-    device = tokens.t5.device
-    noise = torch.randn(len(tokens.t5), 16, 8, 8, generator=torch.Generator().manual_seed(seed))
+    device = tokens.device
+    noise = torch.randn(len(tokens), 16, 8, 8, generator=torch.Generator().manual_seed(seed))
     pictures = []
     for rows in torch.arange(len(noise)).split(512):
         states, pooled = model.embed(tokens[rows.to(device)])
@@ -129,7 +117,7 @@ def generate(
 
 @torch.no_grad()
 def finish(
-    model: TinyFlux, vae: AutoencoderKL, tokens: CaptionTokens, pictures: Tensor, sigma: Tensor
+    model: TinyFlux, vae: AutoencoderKL, tokens: Tensor, pictures: Tensor, sigma: Tensor
 ) -> Tensor:
     """Noise pictures up to a time of their own and let the model finish them in three steps.
 
@@ -162,19 +150,21 @@ def _latent_bank(vae: AutoencoderKL, source: PictureSource, per_caption: int) ->
     )
 
 
-def train_flux(
-    folder: Path, work: Path, effort: FluxEffort, device: torch.device, seed: int
-) -> None:
-    """Train on all captions, write the FLUX folder beside its `vae`, keep a weaker model in `work`.
+def train_flux(folder: Path, effort: FluxEffort, device: torch.device, seed: int) -> TinyFlux:
+    """Train on all captions and write the FLUX folder beside its `vae`.
 
     Times are uniform before the shift, so they fall as densely as a shift-3 schedule walks them.
     The guidance input is random and means nothing: a sampler may set any value from 1 to 6.
+
+    Returns:
+        An earlier, worse model in half precision's numbers, whose pictures lose against drawn ones.
     """
+    weak = TinyFlux()
     torch.manual_seed(seed)
     vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
     source = PictureSource(device, seed)
     bank = _latent_bank(vae, source, effort.bank)
-    tokens = CaptionTokens.of(all_captions(), device)
+    tokens = caption_tokens(all_captions(), device)
     model = TinyFlux().to(device)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(effort.ema))
     optimizer = torch.optim.AdamW(
@@ -199,47 +189,20 @@ def train_flux(
     def after_step(step: int) -> None:
         average.update_parameters(model)
         if step + 1 == effort.weak_steps:
-            # safetensors refuses shared storage, so the tied T5 embedding is copied.
-            state = average.module.state_dict()
-            save_file({name: value.half().clone() for name, value in state.items()}, work / WEAK)
+            weak.load_state_dict(average.module.state_dict())
 
     fit("flux", model, optimizer, warm_up, effort.steps, batch_loss, after_step)
-    assert isinstance(average.module, TinyFlux)
-    _write(average.module, folder)
-
-
-def _write(model: TinyFlux, folder: Path) -> None:
-    save_half(model.transformer, folder / "transformer")
-    save_half(model.text_encoder, folder / "text_encoder")
-    save_half(model.text_encoder_2, folder / "text_encoder_2")
-    clip_tokenizer(FLUX_PAD).save_pretrained(folder / "tokenizer")
-    t5_tokenizer().save_pretrained(folder / "tokenizer_2")
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=TIME_SHIFT, use_dynamic_shifting=False)
-    scheduler.save_pretrained(folder / "scheduler")
-    pipeline = FluxPipeline(
-        scheduler=scheduler,
-        vae=AutoencoderKL.from_pretrained(folder / "vae"),
-        text_encoder=model.text_encoder,
-        tokenizer=clip_tokenizer(FLUX_PAD),
-        text_encoder_2=model.text_encoder_2,
-        tokenizer_2=t5_tokenizer(),
-        transformer=model.transformer,
-    )
-    pipeline.save_config(folder)
+    for part in TRAINED:
+        save_half(getattr(average.module, part), folder / part)
+    for part in (".", "scheduler", "tokenizer", "tokenizer_2"):
+        copy_shipped(f"flux/{part}", folder / part)
+    return weak.half().float().to(device).eval()
 
 
 def load_flux(folder: Path, device: torch.device) -> tuple[TinyFlux, AutoencoderKL]:
     """The model and the VAE as a user would get them from the written folder, in float32."""
     pipeline = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     model = TinyFlux()
-    model.transformer = pipeline.transformer
-    model.text_encoder = pipeline.text_encoder
-    model.text_encoder_2 = pipeline.text_encoder_2
+    for part in TRAINED:
+        setattr(model, part, getattr(pipeline, part))
     return model.to(device).eval(), pipeline.vae.to(device).eval()
-
-
-def load_weak_flux(work: Path, device: torch.device) -> TinyFlux:
-    """The earlier, worse model whose pictures lose against drawn ones."""
-    model = TinyFlux()
-    model.load_state_dict(load_file(work / WEAK))
-    return model.to(device).eval()

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL
 from g2rpo_ray.tiny_world.oracle import check
 from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
-from tiny_world.flux import CaptionTokens, generate, load_flux
+from tiny_world.flux import caption_tokens, generate, load_flux
 from tiny_world.pictures import PictureSource
 from tiny_world.rewards import Reader, load_clip, load_hps, score
 
@@ -58,7 +58,7 @@ def measure_flux(
     """
     model, vae = load_flux(folder, device)
     asked = [caption for caption in heldout for _ in range(rounds)]
-    tokens = CaptionTokens.of(asked, device)
+    tokens = caption_tokens(asked, device)
     figures: Figures = {"flux_pictures": len(asked)}
     pictures = {}
     for steps in (6, 8, 12):
@@ -75,7 +75,9 @@ def measure_rewards(
 ) -> Figures:
     """How well both reward models tell right from wrong, on drawn and on generated pictures."""
     captions = all_captions()
-    index = {caption: i for i, caption in enumerate(captions)}
+    rounds = len(generated[6]) // len(heldout)
+    asked = [caption for caption in heldout for _ in range(rounds)]
+    places = torch.tensor([captions.index(caption) for caption in asked])
     source = PictureSource(device, seed=998)
     families = source.families(1024, 2)
     drawn = source.draw(families[:, 0])
@@ -90,26 +92,20 @@ def measure_rewards(
         figures[f"{name}_drawn_score"] = float(right.mean())
         scores[name] = {}
         for steps, pictures in generated.items():
-            rounds = len(pictures) // len(heldout)
-            asked = torch.tensor([index[c] for c in heldout for _ in range(rounds)])
-            scores[name][steps] = score(model, reader, torch.from_numpy(pictures), asked).numpy()
+            scores[name][steps] = score(model, reader, torch.from_numpy(pictures), places).numpy()
             figures[f"{name}_generated_score_{steps}_steps"] = float(scores[name][steps].mean())
     scores["sum"] = {
         steps: _standard(scores["clip"][steps]) + _standard(scores["hps"][steps])
         for steps in generated
     }
     for steps, pictures in generated.items():
-        rounds = len(pictures) // len(heldout)
-        shown = check(pictures, [c for c in heldout for _ in range(rounds)]) > 0
+        shown = (check(pictures, asked) > 0).reshape(-1, rounds)
         for name in scores:
-            values = scores[name][steps]
-            figures[f"{name}_auc_{steps}_steps"] = auc(values, shown)
-            by_caption = values.reshape(-1, rounds)
-            shown_by_caption = shown.reshape(-1, rounds)
-            within = [auc(v, s) for v, s in zip(by_caption, shown_by_caption, strict=True)]
+            values = scores[name][steps].reshape(-1, rounds)
+            figures[f"{name}_auc_{steps}_steps"] = auc(values.ravel(), shown.ravel())
+            within = [auc(v, s) for v, s in zip(values, shown, strict=True)]
             figures[f"{name}_auc_within_captions_{steps}_steps"] = float(np.nanmean(within))
-            best = by_caption.argmax(axis=1)
-            chosen = shown_by_caption[np.arange(len(best)), best]
+            chosen = shown[np.arange(len(values)), values.argmax(axis=1)]
             figures[f"{name}_best_of_{rounds}_oracle_{steps}_steps"] = float(chosen.mean())
     return figures
 

@@ -11,18 +11,14 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save_file
 from torch import Tensor
 
-from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
-from tiny_world.flux import CaptionTokens, TinyFlux, finish, generate
+from tiny_world.flux import TinyFlux, caption_tokens, finish, generate
 from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
-from tiny_world.support import fit
-from tiny_world.vocabulary import clip_tokenizer
+from tiny_world.support import copy_shipped, fit
 
 CLIP_WEIGHTS = "open_clip_model.safetensors"
 HPS_WEIGHTS = "HPS_tiny.pt"
-OPEN_CLIP_PAD = "!"
-OPEN_CLIP_CONFIG = (assets_dir() / "clip" / "open_clip_config.json").read_text()
 SHARPNESS = 20.0  # preference odds are exp(SHARPNESS x difference of cosines)
 FAMILY = 4  # captions of a training batch come as one and three near misses
 
@@ -35,17 +31,6 @@ class RewardEffort:
     bank: int  # drawn pictures a caption, right and flawed each
     learning_rate: float
     generated: int = 0  # the weak model's pictures, at 6 and at 12 steps each
-
-
-def write_architecture(folder: Path) -> None:
-    """Write the configuration and the tokenizer, all that a `local-dir:` needs but weights.
-
-    `hf_tokenizer_name` makes open_clip read the tokenizer from the `local-dir:` folder itself,
-    wherever that lies; its own vocabulary path (`bpe_path`) would depend on the current directory.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "open_clip_config.json").write_text(OPEN_CLIP_CONFIG)
-    clip_tokenizer(OPEN_CLIP_PAD).save_pretrained(folder)
 
 
 def load_clip(folder: Path, device: torch.device) -> open_clip.CLIP:
@@ -116,7 +101,7 @@ class TrainingPictures:
     def __init__(self, painters: Painters, device: torch.device, rounds: int, seed: int) -> None:
         self.source = PictureSource(device, seed)
         self.painters = painters
-        self.tokens = CaptionTokens.of(all_captions(), device)
+        self.tokens = caption_tokens(all_captions(), device)
         self._right = self._bank(self._draw_right, rounds)
         self._flawed = self._bank(self._draw_flawed, rounds)
 
@@ -229,7 +214,9 @@ def train_clip(
 ) -> None:
     """Train from nothing on pictures and captions and write the `local-dir:` folder."""
     torch.manual_seed(seed)
-    write_architecture(folder)
+    # `hf_tokenizer_name` makes open_clip read the tokenizer from the `local-dir:` folder itself;
+    # its own vocabulary path (`bpe_path`) would depend on the current directory.
+    copy_shipped("clip", folder)
     model = open_clip.create_model(f"local-dir:{folder.resolve()}", load_weights=False)
     model = model.to(device).train()
     reader = Reader(folder, device)
@@ -266,7 +253,7 @@ def train_hps(
     picture, and one by the weak model: nobody asks the oracle.
     """
     torch.manual_seed(seed)
-    write_architecture(folder)
+    copy_shipped("hps", folder)
     model = load_clip(clip_folder, device).train()
     reader = Reader(folder, device)
     pictures = TrainingPictures(painters, device, effort.bank, seed)
@@ -317,7 +304,7 @@ def _generated(pictures: TrainingPictures, count: int, seed: int) -> tuple[Tenso
     drawn, asked = [], []
     for steps in (6, 12):
         captions = pictures.source.captions(count)
-        device = pictures.tokens.t5.device
+        device = pictures.tokens.device
         tokens, painters = pictures.tokens[captions.to(device)], pictures.painters
         drawn.append(generate(painters.weak, painters.vae, tokens, steps, seed + steps).to(device))
         asked.append(captions)

@@ -1,14 +1,16 @@
-"""What the training stages share: the loop, mixed precision, half-precision files."""
+"""What the training stages share: the loop, mixed precision, the files beside the weights."""
 
 import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from g2rpo_ray.tiny_world import assets_dir
 
 
 def fit(
@@ -41,16 +43,16 @@ def half_precision(device: torch.device) -> AbstractContextManager[None]:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
-class Saveable(Protocol):
-    """A model of diffusers or transformers."""
+def copy_shipped(part: str, folder: Path) -> None:
+    """Write a part's JSON files, as they are shipped: configurations, tokenizers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (assets_dir() / part).glob("*.json"):
+        # Not by shutil, which refuses to copy a file onto itself.
+        (folder / file.name).write_bytes(file.read_bytes())
 
-    def half(self) -> "Saveable": ...
-    def float(self) -> "Saveable": ...
-    def save_pretrained(self, folder: Path) -> None: ...
 
-
-def save_half(model: Saveable, folder: Path) -> None:
-    """Write float16 safetensors that load as float32 unless asked otherwise.
+def save_half(model: Any, folder: Path) -> None:
+    """Write a model of diffusers or transformers as float16 that loads as float32.
 
     transformers takes the dtype of a plain `from_pretrained` from the configuration; on a CPU
     float16 would be slow and coarse, so the configuration says float32.
@@ -60,7 +62,5 @@ def save_half(model: Saveable, folder: Path) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     config.pop("_name_or_path", None)
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = "float32"
+    config |= dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, "float32")
     path.write_text(json.dumps(config, indent=2) + "\n")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import CLIPConfig, CLIPModel
 
-from tiny_world.scorers import write_pickscore
+from build_tiny_scorers import write_pickscore
 
 
 def pickscore_options(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """scripts/soak.py: what counts against a run. Whole soaks are in tests/chaos."""
 
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -46,7 +45,7 @@ def wait_for(condition: Any) -> None:
 
 def disturbed(soak: ModuleType, kinds: list[str], driver: FakeDriver, limit_s: float = 60.0) -> Any:
     nodes = SimpleNamespace(kill_second=lambda: None, add_second=lambda: None)
-    run = soak.Soak(Path(), nodes, 0, "")
+    run = soak.Soak(nodes, 0)
     run.plan = lambda _: kinds
     run.disturb(len(kinds), limit_s, driver)
     return run

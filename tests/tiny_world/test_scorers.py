@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.rewards.registry import make_scorer
-from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
-from g2rpo_ray.rewards.scorers.image_reward import ImageRewardScorer
-from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
-from g2rpo_ray.tiny_world.scene import all_captions
-from tiny_world.pictures import PictureSource
-from tiny_world.scorers import (
+from build_tiny_scorers import (
     CLIP,
     fit_aesthetic_head,
     scorer_options,
@@ -21,6 +14,13 @@ from tiny_world.scorers import (
     train_image_reward,
     write_pickscore,
 )
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.rewards.registry import make_scorer
+from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
+from g2rpo_ray.rewards.scorers.image_reward import ImageRewardScorer
+from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
+from g2rpo_ray.tiny_world.scene import all_captions
+from tiny_world.pictures import PictureSource
 
 COUNT = 32
 
