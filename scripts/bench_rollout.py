@@ -22,12 +22,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import open_clip
 import ray
 import torch
+from PIL import Image
 from torch import Tensor
 
 import measuring
-from bench_rewards import make_scorers, one_at_a_time
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import completion_indices, count_published_order
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
@@ -186,8 +187,9 @@ class PublishedOrder:
         self.policy = load_policy(config, self.device)
         vae = load_part(config.model, "vae", DTYPES[config.model.dtype], self.device)
         self.decoder = PictureDecoder(self.policy.family, vae, self.policy.shape, 1)
-        architecture = resolve_architecture(config.rewards["clip"].options["architecture"])
-        self.scorers = list(make_scorers(architecture, self.device))
+        self.scorers = [
+            PublishedScorer(r.options["architecture"], self.device) for r in config.rewards.values()
+        ]
         self.embeds = random_prompt(config, 0).embeds.to(self.device)
         self.sigmas = schedule_of(config.sampling, config.sampling.steps, self.policy)
         self.evaluation_s: list[float] = []
@@ -221,8 +223,30 @@ class PublishedOrder:
 
     def _picture(self, x0: Tensor) -> None:
         started_s = measuring.now_s()
-        one_at_a_time(self.scorers, self.decoder.decode(x0), self.device)
+        picture = Image.fromarray(self.decoder.decode(x0)[0].numpy())
+        for scorer in self.scorers:
+            scorer.score(picture, measuring.PROMPT)
         self.image_s.append(measuring.now_s() - started_s)
+
+
+class PublishedScorer:
+    """Image and text through both towers for every image, preprocessed by PIL, under autocast."""
+
+    def __init__(self, architecture: str, device: torch.device) -> None:
+        name, self.device = resolve_architecture(architecture), device
+        self.model, _, self.preprocess = open_clip.create_model_and_transforms(
+            name, load_weights=False, device=device
+        )
+        self.tokenizer = open_clip.get_tokenizer(name)
+
+    @torch.no_grad()
+    def score(self, picture: Image.Image, text: str) -> float:
+        image = self.preprocess(picture)[None].to(self.device)
+        tokens = self.tokenizer([text]).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, self.device.type == "cuda"):
+            image_features = self.model.encode_image(image, normalize=True)
+            text_features = self.model.encode_text(tokens, normalize=True)
+        return float((image_features * text_features).sum())
 
 
 def engine_stage(results: Results, config: Config, variant: str, cards: int) -> None:
