@@ -19,27 +19,11 @@ from g2rpo_ray.cluster.postmortem import Place, own_place, report
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, is_checkpoint_of
 from g2rpo_ray.learner.engine import LearnerError
-from g2rpo_ray.learner.group_training import StepRecord
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.learner.waiting import GRACE_S, GroupsLostError, RankLostError, answers_of
 from g2rpo_ray.learner.worker import Learner
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LearnerUpdate:
-    """One iteration's update over all ranks."""
-
-    records: list[StepRecord]
-    """Every (group, SDE step) once, in the order of group and position."""
-    grad_norms: list[float]
-    learning_rate: float
-
-    @property
-    def taught(self) -> bool:
-        """Whether any group was trained on; else the weights are as they were."""
-        return any(record.valid for record in self.records)
 
 
 @dataclass(frozen=True)
@@ -103,7 +87,7 @@ class LearnerGroup:
             self.close()
             raise
 
-    def update(self, groups: Sequence[ray.ObjectRef]) -> LearnerUpdate:
+    def update(self, groups: Sequence[ray.ObjectRef]) -> UpdateReport:
         """Train on one iteration's groups, given in id order.
 
         Raises:
@@ -207,7 +191,7 @@ class LearnerGroup:
         self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
         """Ranks that hold a part of the weights which no other rank can send."""
 
-    def _update(self, groups: list[ray.ObjectRef]) -> LearnerUpdate:
+    def _update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
         started_s = time.monotonic()
         reports: list[UpdateReport] = self._answers(
             [rank.update.remote(groups) for rank in self.ranks],
@@ -219,7 +203,7 @@ class LearnerGroup:
         self.busy_s += seconds
         records = [record for report in reports for record in report.records]
         records.sort(key=lambda record: (record.group_id, record.position))
-        return LearnerUpdate(records, reports[0].grad_norms, reports[0].learning_rate)
+        return UpdateReport(records, reports[0].grad_norms, reports[0].learning_rate)
 
     def _recovering(self, call: Callable[[], T]) -> T:
         """Make a call; rebuild and repeat when a rank is lost, as often as is allowed."""

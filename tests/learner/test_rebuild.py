@@ -26,7 +26,6 @@ from g2rpo_ray.learner.checkpoints.files import (
     CheckpointInfo,
     open_checkpoint,
     read_info,
-    write_checkpoint,
 )
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
 from g2rpo_ray.learner.checkpoints.parts import StatePart
@@ -34,6 +33,7 @@ from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.learner.waiting import GroupsLostError, RankLostError
 from g2rpo_ray.learner.worker import Learner
+from tests.states import write_checkpoint
 from tests.tiny import CAPTIONS, draw_groups, encode, equal_weights, tiny_config
 
 

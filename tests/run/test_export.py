@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, LoraSection, save_config
 from g2rpo_ray.evaluation.sample import SampleOptions, sample
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.catalogue import CATALOGUE
@@ -26,6 +26,7 @@ from g2rpo_ray.models.weights import trainable_parameters
 from g2rpo_ray.run.export import ExportError, ExportOptions, Form, export, model_card
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.weights import SampleError, trained_kind
+from tests.states import write_checkpoint
 from tests.tiny import CAPTIONS, tiny_config
 
 SEED = 3

@@ -14,7 +14,8 @@ from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.group_training import StepRecord
-from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
+from g2rpo_ray.learner.ranks import GroupsLostError
+from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.maths.objective import PolicyHealth
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run.folder import Run
@@ -69,7 +70,7 @@ class FakeRoles:
         summary = RolloutSummary(0, self.workers_version, 1, 1, {}, {}, [], [], 0.0, [])
         return [summary] * len(prompts), [f"groups {iteration}"] * len(prompts)
 
-    def update(self, groups: list[str]) -> LearnerUpdate:
+    def update(self, groups: list[str]) -> UpdateReport:
         assert self.may_learn.wait(60), "too few iterations are drawn ahead"
         if self.lose_once:
             self.lose_once = False
@@ -77,7 +78,7 @@ class FakeRoles:
         self.version += 1
         self.diary.append(f"learn {groups[0]}")
         record = StepRecord(0, 0, 0, 0.0, HEALTH, 0.0, True, 0, 0.0, 0.0)
-        return LearnerUpdate([record], [1.0], 1e-4)
+        return UpdateReport([record], [1.0], 1e-4)
 
     def sync(self) -> SyncReport:
         self.workers_version = self.version

@@ -35,11 +35,6 @@ class StatePart:
     """float32, flat, on the CPU."""
 
 
-def whole_parts(state: Mapping[str, Tensor]) -> list[StatePart]:
-    """A state that one rank holds completely."""
-    return [StatePart(key, tuple(t.shape), 0, t.flatten()) for key, t in state.items()]
-
-
 def write_parts(path: Path, parts: Sequence[StatePart]) -> None:
     """One file, without a second copy of the tensors in memory."""
     places = {part.key: [part.start, list(part.shape)] for part in parts}
