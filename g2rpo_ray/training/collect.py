@@ -7,8 +7,7 @@ from statistics import fmean
 import numpy as np
 
 from g2rpo_ray.learner.update import UpdateReport
-from g2rpo_ray.rollout.answers import HeldoutPictures, RolloutSummary
-from g2rpo_ray.rollout.reward_summary import RewardSummary
+from g2rpo_ray.rollout.answers import HeldoutPictures, RewardSummary, RolloutSummary
 
 
 def rollout_metrics(

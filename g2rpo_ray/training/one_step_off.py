@@ -6,10 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.learner.update import UpdateReport
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.training.loop import Drawn, TrainingLoop
 from g2rpo_ray.training.roles import Roles
 from g2rpo_ray.training.session import Session
-from g2rpo_ray.weight_sync import SyncReport
 
 
 class OneStepOffLoop(TrainingLoop):
@@ -52,7 +52,7 @@ class OneStepOffLoop(TrainingLoop):
         begun, self.learning = self.learning, None
         return begun.result() if begun else super().update(drawn)
 
-    def sync(self) -> SyncReport | None:
+    def sync(self) -> WeightReceipt | None:
         """Not where the run is stopping: nothing is drawn any more."""
         return None if self.is_stopping else super().sync()
 

@@ -77,7 +77,7 @@ def test_a_member_that_loads_while_nobody_looks_is_not_lost(
     crew.tend(clock.now_s)
     assert (crew.losses, told) == (0, [])
     answer(crew, "started", "", clock.now_s - 5 * LIMIT_S)
-    assert crew.ready_count == 1
+    assert len(crew.ready) == 1
 
 
 def test_a_member_that_hangs_is_lost_after_the_time_in_which_it_was_looked_at(

@@ -10,8 +10,7 @@ import torch
 from g2rpo_ray.learner.group_training import StepRecord
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.maths.objective import PolicyHealth
-from g2rpo_ray.rollout.answers import RolloutSummary
-from g2rpo_ray.rollout.reward_summary import summarise
+from g2rpo_ray.rollout.answers import RolloutSummary, summarise
 from g2rpo_ray.tracking.names import known_name
 from g2rpo_ray.training import collect
 from g2rpo_ray.training.collect import update_metrics

@@ -33,6 +33,7 @@ from g2rpo_ray.learner.checkpoints.folders import (
 )
 from g2rpo_ray.learner.update import StepRecord, UpdateReport
 from g2rpo_ray.maths.objective import PolicyHealth
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.answers import HeldoutPictures, RolloutSummary
 from g2rpo_ray.run.folder import open_run
 from g2rpo_ray.run.paths import RunFolderError
@@ -41,7 +42,6 @@ from g2rpo_ray.tracking.metrics import read_metrics
 from g2rpo_ray.training.loop import Drawn, TrainingLoop
 from g2rpo_ray.training.session import Session
 from g2rpo_ray.training.train import iterate
-from g2rpo_ray.weight_sync import SyncReport
 from tests.states import write_checkpoint
 from tests.tiny import tiny_config
 
@@ -187,13 +187,13 @@ class Run:
         learner = FakeLearner(opened.info.weight_version)
 
         def weights_of_now(_timeout_s: float) -> Any:
-            report = SyncReport(learner.version, 1, 1, "")
+            report = WeightReceipt(learner.version, 1, 1, "")
             return SimpleNamespace(send=lambda _workers: report)
 
-        def sync() -> SyncReport:
+        def sync() -> WeightReceipt:
             if not self.beside:
                 self.pool.version = learner.version
-            return SyncReport(learner.version, 1, 1, "")
+            return WeightReceipt(learner.version, 1, 1, "")
 
         roles: Any = SimpleNamespace(
             pool=self.pool,

@@ -17,13 +17,13 @@ from g2rpo_ray.learner.group_training import StepRecord
 from g2rpo_ray.learner.ranks import GroupsLostError
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.maths.objective import PolicyHealth
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run.folder import Run
 from g2rpo_ray.training.loop import Drawn
 from g2rpo_ray.training.one_step_off import OneStepOffLoop
 from g2rpo_ray.training.session import Session
 from g2rpo_ray.training.train import train_iteration
-from g2rpo_ray.weight_sync import SyncReport
 from tests.tiny import tiny_config
 
 HEALTH = PolicyHealth(1.0, 0.0, 0.0, 0.0, 0.0)
@@ -80,9 +80,9 @@ class FakeRoles:
         record = StepRecord(0, 0, 0, 0.0, HEALTH, 0.0, True, 0, 0.0, 0.0)
         return UpdateReport([record], [1.0], 1e-4)
 
-    def sync(self) -> SyncReport:
+    def sync(self) -> WeightReceipt:
         self.workers_version = self.version
-        return SyncReport(self.version, 1, 1, "")
+        return WeightReceipt(self.version, 1, 1, "")
 
 
 def loop_of(tmp_path: Path, roles: FakeRoles, *overrides: str) -> OneStepOffLoop:
