@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from g2rpo_ray.cluster.demand import living_nodes
 from g2rpo_ray.cluster.postmortem import Place, error_of, first_line, own_place, report
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
@@ -199,11 +200,15 @@ class Crew:
         settings = self._config.rollout
         stages = Counter(member.stage for member in self.members.values())
         found = ", ".join(f"{count} {stage}" for stage, count in sorted(stages.items()))
+        free = "; ".join(
+            f"{node.node_id[:8]} CPU {node.free.get('CPU', 0):g} GPU {node.free.get('GPU', 0):g}"
+            for node in living_nodes()
+        )
         return (
             f"{wanted} {self._role}s are wanted, within cluster.start_timeout_s = "
             f"{self._start_timeout_s:g} s; there are: {found or 'none'} (placing = waiting for "
             f"CPU {settings.cpus_per_worker:g}, GPU {settings.gpus_per_worker:g} on one node, or "
-            f"for a process to start there). Free by node: {_free_by_node()}. "
+            f"for a process to start there). Free by node: {free}. "
             f"Avoided nodes: {self._avoided() or 'none'}"
         )
 
@@ -319,14 +324,6 @@ class Crew:
         bad = {node for node, failures in self._node_failures.items() if failures >= NODE_FAILURES}
         if not bad:
             return []
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node.node_id for node in living_nodes()}
         # Where every node is bad, the fault is not a node's.
         return sorted(bad) if alive - bad else []
-
-
-def _free_by_node() -> str:
-    free = ray._private.state.available_resources_per_node()
-    return "; ".join(
-        f"{node[:8]} CPU {resources.get('CPU', 0):g} GPU {resources.get('GPU', 0):g}"
-        for node, resources in free.items()
-    )

@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(crew_module, "time", clock)
     monkeypatch.setattr(crew_module.ray, "kill", lambda _: None)
-    monkeypatch.setattr(crew_module, "_free_by_node", lambda: "")
+    monkeypatch.setattr(crew_module, "living_nodes", lambda: [])
     return clock
 
 
