@@ -113,7 +113,7 @@ def test_a_lost_rank_leaves_the_weights_as_they_would_have_been(
     # From the checkpoint, with only the third made again.
     ray.kill(group.ranks[0])
     assert group.checksum() == expected
-    assert (group.rebuilds, group.version, len(group._updates)) == (2, 3, 1)
+    assert (group.rebuilds, group.version, len(group._since)) == (2, 3, 1)
     assert first.grad_norms != third.grad_norms
     assert all("rebuilding the learner" in line for line in told)
     group.close()
@@ -143,7 +143,7 @@ def test_a_checkpoint_is_of_the_weights_of_then_whatever_comes_while_it_is_writt
     assert (group.saved_unix_s, list_checkpoints(disturbed.parent.parent)) == (None, [])
     ray.kill(group.ranks[0])
     group.finish_save()
-    assert (group.rebuilds, group.version, len(group._updates)) == (1, 2, 1)
+    assert (group.rebuilds, group.version, len(group._since)) == (1, 2, 1)
     assert list(disturbed.parent.iterdir()) == [disturbed]
     assert read_info(disturbed) == info_of(1)
     states = [dict(open_checkpoint(folder)[1]) for folder in (quiet, disturbed)]
