@@ -299,22 +299,16 @@ def test_a_rank_that_died_is_named_beside_the_others_failures(
         assert words in str(caught.value)
 
 
-class _Unstarted(LearnerGroup):
-    """A group without processes, which still counts its failures and starts."""
-
-    def _answers(self, refs: list[Any], *_: object) -> list[Any]:
-        return [("address", 1)] * len(refs)
-
-    def _report(self) -> str:
-        return ""
-
-
 def _unstarted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LearnerGroup:
+    """A group without processes, which still counts its failures and starts."""
     rank = SimpleNamespace(__ray_call__=mock.Mock(), start=mock.Mock())
     fake_ray = mock.Mock()
     fake_ray.remote.return_value.options.return_value.remote.return_value = rank
     monkeypatch.setattr(ranks_module, "ray", fake_ray)
-    return _Unstarted(tiny_config(folder / "run"), mock.MagicMock(), None, lambda _: None)
+    answers = [("address", 1)]
+    monkeypatch.setattr(ranks_module, "answers_of", lambda refs, *_: answers * len(refs))
+    monkeypatch.setattr(ranks_module, "report", lambda *_: "")
+    return LearnerGroup(tiny_config(folder / "run"), mock.MagicMock(), None, lambda _: None)
 
 
 def test_a_learner_that_hangs_every_time_is_not_rebuilt_for_ever(
