@@ -34,7 +34,7 @@ from torch import Tensor
 import measuring
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerEngine
-from g2rpo_ray.learner.update import Assignment, update_on_groups
+from g2rpo_ray.learner.update import update_on_groups
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.weights import load_weights
@@ -153,7 +153,8 @@ class Training:
         ]
         report = update_on_groups(
             self.engine,
-            [Assignment(group, 1.0) for group in groups],
+            groups,
+            [1.0] * count,
             config=self.config,
             prompts=count,
             ranks=1,

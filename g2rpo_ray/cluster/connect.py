@@ -36,12 +36,15 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
     _check_head(address)
     # A job's runtime_env may set the same variables; Ray refuses that unless ours may replace them.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    # Of the roles, but not of this process, whose output is for people: so not by logging_config.
+    json_logs = JobConfig()
+    json_logs.set_py_logging_config(ray.LoggingConfig(encoding="JSON", log_level="INFO"))
     try:
         ray.init(
             address=address,
             include_dashboard=settings.dashboard if address == "local" else None,
             runtime_env={"env_vars": worker_environment(settings.environment)},
-            job_config=_json_logs(),
+            job_config=json_logs,
             logging_level=logging.WARNING,
             # Every role's output is in its own log file; what matters comes back as an answer.
             log_to_driver=False,
@@ -54,13 +57,6 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
         yield address == "local"
     finally:
         ray.shutdown()
-
-
-def _json_logs() -> JobConfig:
-    # Of the roles, but not of this process, whose output is for people: so not by logging_config.
-    job = JobConfig()
-    job.set_py_logging_config(ray.LoggingConfig(encoding="JSON", log_level="INFO"))
-    return job
 
 
 def _check_head(address: str) -> None:

@@ -159,7 +159,7 @@ def _no_node_for_one(demands: Sequence[Demand], nodes: Sequence[Node], word: str
                 f"cluster: {', '.join(known) or 'none'}. Correct it, or start a node with that "
                 "label (ray start --labels)"
             )
-        elif not any(_fits(demand.per_process, node.free) for node in labelled):
+        elif not any(_Room(node.free).take(demand.per_process) for node in labelled):
             reasons.append(
                 f"{demand.setting}: one process asks for {_short(demand.per_process)} on one node, "
                 f"and no node has that much{word}: {_rooms(labelled)}"
@@ -210,10 +210,6 @@ class _Room:
         for card in sorted(fitting, key=lambda n: self._cards[n])[:count]:
             self._cards[card] -= share
         return True
-
-
-def _fits(wanted: Resources, room: Resources) -> bool:
-    return all(amount <= room.get(kind, 0.0) + _ROUNDING for kind, amount in wanted.items())
 
 
 def _short(resources: Resources) -> str:

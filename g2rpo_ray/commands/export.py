@@ -21,13 +21,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from g2rpo_ray.run.export import ExportOptions, export
+    from g2rpo_ray.run.export import export
 
-    asked = ExportOptions(
-        checkpoint=options.checkpoint,
+    form = export(
+        read_run_config(options),
+        options.to,
+        options.checkpoint,
         merge=options.merged,
         average=options.average,
         max_shard_size=options.max_shard_size,
     )
-    form = export(read_run_config(options), asked, options.to)
     print(f"{form}, made on the CPU, read back and compared: {options.to}")

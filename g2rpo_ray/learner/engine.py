@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -56,17 +56,6 @@ def join_process_group(
         auto_mpi_discovery=False,
         verbose=False,
         timeout=timedelta(seconds=timeout_s),
-    )
-
-
-def _adamw(parameters: Iterable[nn.Parameter], settings: LearnerSection) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters,
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=settings.offload_optimizer or None,
     )
 
 
@@ -143,9 +132,17 @@ class LearnerEngine:
         if state is not None:
             load_whole_weights(policy, state)
         first = next(policy.parameters())
+        adamw = torch.optim.AdamW(
+            trainable_parameters(policy).values(),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=settings.offload_optimizer or None,
+        )
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=policy,
-            optimizer=_adamw(trainable_parameters(policy).values(), settings),
+            optimizer=adamw,
             dist_init_required=False,
             config=_deepspeed_config(settings, first.dtype, first.device),
         )

@@ -122,18 +122,14 @@ class GroupTraining:
 
         Several steps are one pass of the network; a single one is as many as its latents need.
         """
-        steps = {p: self._step(p, scale) for p, scale in zip(positions, scales, strict=True)}
-        passes = self._passes(list(steps.values()))
+        steps = [self._step(p, scale) for p, scale in zip(positions, scales, strict=True)]
+        passes: list[list[_Part]] = [[(step, *batch)] for step in steps for batch in self._batches]
+        if len(self._batches) == 1:
+            passes = [[(step, *self._batches[0]) for step in steps]]
         for number, parts in enumerate(passes, start=1):
             total = self._add_pass(parts, update)
             self._engine.backward(total, last=last and number == len(passes))
-        return [self._record(step, update) for step in steps.values()]
-
-    def _passes(self, steps: Sequence[_Step]) -> list[list[_Part]]:
-        """What each pass of the network holds."""
-        if len(self._batches) == 1:
-            return [[(step, *self._batches[0]) for step in steps]]
-        return [[(step, *batch)] for step in steps for batch in self._batches]
+        return [self._record(step, update) for step in steps]
 
     def _add_pass(self, parts: list[_Part], update: int) -> Tensor:
         """One pass: adds to the sums of its steps, and returns the scaled loss of all of them."""

@@ -19,27 +19,11 @@ from g2rpo_ray.cluster.postmortem import Place, own_place, report
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, is_checkpoint_of
 from g2rpo_ray.learner.engine import LearnerError
-from g2rpo_ray.learner.group_training import StepRecord
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.learner.waiting import GRACE_S, GroupsLostError, RankLostError, answers_of
 from g2rpo_ray.learner.worker import Learner
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LearnerUpdate:
-    """One iteration's update over all ranks."""
-
-    records: list[StepRecord]
-    """Every (group, SDE step) once, in the order of group and position."""
-    grad_norms: list[float]
-    learning_rate: float
-
-    @property
-    def taught(self) -> bool:
-        """Whether any group was trained on; else the weights are as they were."""
-        return any(record.valid for record in self.records)
 
 
 @dataclass(frozen=True)
@@ -49,8 +33,6 @@ class _Writing:
     folder: Path
     info: CheckpointInfo
     keep_also: Sequence[int]
-    updates: int
-    """How many of the kept updates it contains."""
 
 
 class LearnerGroup:
@@ -84,9 +66,8 @@ class LearnerGroup:
         self.version = version
         """Of the weights of now: one more after every ``update``."""
         self._state: Path | None = checkpoint
-        self._updates: list[list[ray.ObjectRef]] = []
-        """Groups of every update since ``_state``."""
-        self._writing: _Writing | None = None
+        self._since: list[list[ray.ObjectRef] | _Writing] = []
+        """What was done since ``_state``: groups of every update, and the state under way."""
         self._failures: deque[float] = deque()
         self.rebuilds = 0
         self.busy_s = 0.0
@@ -103,7 +84,7 @@ class LearnerGroup:
             self.close()
             raise
 
-    def update(self, groups: Sequence[ray.ObjectRef]) -> LearnerUpdate:
+    def update(self, groups: Sequence[ray.ObjectRef]) -> UpdateReport:
         """Train on one iteration's groups, given in id order.
 
         Raises:
@@ -114,7 +95,7 @@ class LearnerGroup:
         with self.lock:
             self._recovering(lambda: self._settle(wait=False))
             update = self._recovering(lambda: self._update(list(groups)))
-            self._updates.append(list(groups))
+            self._since.append(list(groups))
             self.version += 1
             return update
 
@@ -125,7 +106,7 @@ class LearnerGroup:
             calls = [
                 rank.export_weights.options(num_returns=2).remote(version) for rank in self.ranks
             ]
-            self._answers([receipt for receipt, _ in calls], "export")
+            answers_of([receipt for receipt, _ in calls], "export", self._timeout_s, self._tell)
             return calls[0][0], calls[0][1]
 
         return self._recovering(export)
@@ -133,13 +114,9 @@ class LearnerGroup:
     def heal(self) -> bool:
         """Look whether a rank died or hangs outside of a call made here; True after a rebuild."""
 
-        def ask() -> None:
-            asked = [rank.__ray_call__.remote(own_place) for rank in self.ranks]
-            self._answers(asked, "heal", GRACE_S)
-
         with self.lock:
             rebuilds = self.rebuilds
-            self._recovering(ask)
+            self._recovering(lambda: self._ask("heal", _place_of, GRACE_S))
             return self.rebuilds > rebuilds
 
     def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
@@ -155,9 +132,9 @@ class LearnerGroup:
         """
         with self.lock:
             self.finish_save()
-            writing = _Writing(folder, info, keep_also, len(self._updates))
+            writing = _Writing(folder, info, keep_also)
             self._recovering(lambda: self._begin_save(writing))
-            self._writing = writing
+            self._since.append(writing)
 
     def finish_save(self) -> None:
         """Return when the state under way, if any, is whole on the disk.
@@ -170,10 +147,8 @@ class LearnerGroup:
 
     def checksum(self) -> str:
         """Of the trainable weights as they are now."""
-        checksum: str = self._recovering(
-            lambda: self._answers([rank.checksum.remote() for rank in self.ranks], "checksum")[0]
-        )
-        return checksum
+        checksums = self._recovering(lambda: self._ask("checksum", lambda r: r.checksum.remote()))
+        return str(checksums[0])
 
     def close(self) -> None:
         """End every rank."""
@@ -198,28 +173,26 @@ class LearnerGroup:
         ]
         self._places = []
         timeout_s = self._config.cluster.start_timeout_s
-        asked = [rank.__ray_call__.remote(own_place) for rank in self.ranks]
-        self._places = self._answers(asked, "placement", timeout_s)
+        self._places = self._ask("placement", _place_of, timeout_s)
         meeting = self.ranks[0].__ray_call__.remote(free_address)
-        address, port = self._answers([meeting], "address")[0]
-        started = [rank.start.remote(address, port, self._state) for rank in self.ranks]
-        self.coverage: str = self._answers(started, "start", timeout_s)[0]
+        ((address, port),) = answers_of([meeting], "address", self._timeout_s, self._tell)
+        self.coverage: str = self._ask(
+            "start", lambda rank: rank.start.remote(address, port, self._state), timeout_s
+        )[0]
         self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
         """Ranks that hold a part of the weights which no other rank can send."""
 
-    def _update(self, groups: list[ray.ObjectRef]) -> LearnerUpdate:
+    def _update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
         started_s = time.monotonic()
-        reports: list[UpdateReport] = self._answers(
-            [rank.update.remote(groups) for rank in self.ranks],
-            "update",
-            self._deadline.deadline_s,
+        reports: list[UpdateReport] = self._ask(
+            "update", lambda rank: rank.update.remote(groups), self._deadline.deadline_s
         )
         seconds = time.monotonic() - started_s
         self._deadline.record(seconds)
         self.busy_s += seconds
         records = [record for report in reports for record in report.records]
         records.sort(key=lambda record: (record.group_id, record.position))
-        return LearnerUpdate(records, reports[0].grad_norms, reports[0].learning_rate)
+        return UpdateReport(records, reports[0].grad_norms, reports[0].learning_rate)
 
     def _recovering(self, call: Callable[[], T]) -> T:
         """Make a call; rebuild and repeat when a rank is lost, as often as is allowed."""
@@ -249,10 +222,14 @@ class LearnerGroup:
             self._failures.popleft()
         # One that hangs every time may take longer to fail again than the window is long.
         if max(len(self._failures), in_this_call) > settings.max_failures:
+            reports = "\n".join(
+                report(f"learner rank {rank}", place, "as found now")
+                for rank, place in enumerate(self._places)
+            )
             raise LearnerError(
                 f"{error}\nThat is failure {in_this_call} of this call, and "
                 f"{len(self._failures)} within {settings.failure_window_s:g} s; "
-                f"learner.max_failures is {settings.max_failures}.\n{self._report()}\n"
+                f"learner.max_failures is {settings.max_failures}.\n{reports}\n"
                 "--resume auto continues from the last snapshot or checkpoint"
             ) from error
         self._tell(f"{error}; rebuilding the learner")
@@ -264,46 +241,46 @@ class LearnerGroup:
         """
         self.close()
         # It has its name only since it is whole, and may have got it before the rank was lost.
-        if self._writing is not None and is_checkpoint_of(self._writing.folder, self._writing.info):
-            self._take(self._writing)
+        if (writing := self._writing) and is_checkpoint_of(writing.folder, writing.info):
+            self._take(writing)
         self._start()
-        writing = self._writing
-        before = writing.updates if writing is not None else 0
-        for groups in self._updates[:before]:
-            self._update(groups)
-        if writing is not None:
-            self._begin_save(writing)
-        for groups in self._updates[before:]:
-            self._update(groups)
+        for done in self._since:
+            if isinstance(done, _Writing):
+                self._begin_save(done)
+            else:
+                self._update(done)
         self.rebuilds += 1
 
     def _begin_save(self, state: _Writing) -> None:
         arguments = state.folder, state.info, state.keep_also
-        calls = [rank.begin_save.remote(*arguments) for rank in self.ranks]
-        self._answers(calls, "checkpoint")
+        self._ask("checkpoint", lambda rank: rank.begin_save.remote(*arguments))
+
+    @property
+    def _writing(self) -> _Writing | None:
+        return next((done for done in self._since if isinstance(done, _Writing)), None)
 
     def _settle(self, wait: bool = True) -> None:
-        if self._writing is None:
-            return
-        calls = [rank.finish_save.remote(wait) for rank in self.ranks]
-        seconds = self._answers(calls, "end of the checkpoint")
-        if None not in seconds:
-            self.written_s += max(seconds)
-            self.saved_unix_s = time.time()
-            self._take(self._writing)
+        if writing := self._writing:
+            seconds = self._ask("end of the checkpoint", lambda rank: rank.finish_save.remote(wait))
+            if None not in seconds:
+                self.written_s += max(seconds)
+                self.saved_unix_s = time.time()
+                self._take(writing)
 
     def _take(self, written: _Writing) -> None:
-        self._state, self._writing = written.folder, None
-        del self._updates[: written.updates]
+        self._state = written.folder
+        del self._since[: self._since.index(written) + 1]
 
-    def _answers(
-        self, refs: list[ray.ObjectRef], phase: str, timeout_s: float | None = None
+    def _ask(
+        self,
+        phase: str,
+        call: Callable[[ActorHandle], ray.ObjectRef],
+        timeout_s: float | None = None,
     ) -> list[Any]:
+        """Every rank's answer; see ``answers_of``."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return answers_of(refs, phase, limit_s, self._tell)
+        return answers_of([call(rank) for rank in self.ranks], phase, limit_s, self._tell)
 
-    def _report(self) -> str:
-        return "\n".join(
-            report(f"learner rank {rank}", place, "as found now")
-            for rank, place in enumerate(self._places)
-        )
+
+def _place_of(rank: ActorHandle) -> ray.ObjectRef:
+    return rank.__ray_call__.remote(own_place)

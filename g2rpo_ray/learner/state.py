@@ -1,7 +1,6 @@
 """One rank's fp32 master weights and AdamW moments by name, wherever DeepSpeed keeps them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,15 +43,6 @@ def load_whole_weights(policy: Policy, state: StateReader) -> None:
         parameter.copy_(state[f"weight.{name}"])
 
 
-@dataclass(frozen=True)
-class _Range:
-    """Elements of a flattened tensor."""
-
-    shape: tuple[int, ...]
-    start: int
-    length: int
-
-
 class MasterState:
     """What this rank optimises: a range of every flattened weight (none, of some)."""
 
@@ -76,17 +66,17 @@ class MasterState:
         """
         parts = []
         for name, parameter in self._parameters.items():
-            own = self._range(parameter)
+            shape, start, length = self._range(parameter)
             tensors = {"weight": self._fp32(parameter)}
             tensors |= {moment: self._fp32(parameter, moment) for moment in MOMENTS}
             if name in self._averages:
                 tensors["ema"] = self._averages[name]
             for kind, tensor in tensors.items():
-                key, part = f"{kind}.{name}", tensor[: own.length]
+                key, part = f"{kind}.{name}", tensor[:length]
                 if key not in self._on_host:
                     self._on_host[key] = torch.empty_like(part, device="cpu")
                 data = self._on_host[key].copy_(part)
-                parts.append(StatePart(key, own.shape, own.start, data))
+                parts.append(StatePart(key, shape, start, data))
         return [part for part in parts if len(part.data) > 0]
 
     @torch.no_grad()
@@ -106,22 +96,22 @@ class MasterState:
 
     def _read(self, state: StateReader, key: str, parameter: Any) -> Tensor:
         """This rank's part, on its device; the last rank's is padded under ZeRO-3."""
-        own = self._range(parameter)
+        _, start, length = self._range(parameter)
         value = torch.zeros_like(self._fp32(parameter))
-        value[: own.length] = state.read(key, own.start, own.start + own.length)
+        value[:length] = state.read(key, start, start + length)
         return value
 
-    def _range(self, parameter: Any) -> _Range:
-        """Which elements of a flattened weight this rank optimises."""
+    def _range(self, parameter: Any) -> tuple[tuple[int, ...], int, int]:
+        """Shape of a weight; first and number of its elements that this rank optimises."""
         if hasattr(parameter, "ds_tensor"):
             size = parameter.ds_tensor.numel()
             start = min(torch.distributed.get_rank() * size, parameter.ds_numel)
             length = min(size, parameter.ds_numel - start)
-            return _Range(tuple(parameter.ds_shape), start, length)
+            return tuple(parameter.ds_shape), start, length
         if parameter._hp_mapping is None:
-            return _Range(tuple(parameter.shape), 0, 0)
+            return tuple(parameter.shape), 0, 0
         address = parameter._hp_mapping.lp_fragment_address
-        return _Range(tuple(parameter.shape), address.start, address.numel)
+        return tuple(parameter.shape), address.start, address.numel
 
     def _fp32(self, parameter: Any, moment: str | None = None) -> Tensor:
         """This rank's part of a master weight, or of a moment; flat, padded under ZeRO-3."""

@@ -30,30 +30,13 @@ def answers_of(
 ) -> list[Any]:
     """Every rank's answer to a call, in the order of ranks.
 
+    A line every ``HEARTBEAT_S`` says that a long phase is no hang.
+
     Raises:
         RankLostError: a rank died, did not answer in time, or lost touch with another.
         GroupsLostError: an argument was lost with its node.
         LearnerError: a rank failed by itself while none died: it would fail again.
     """
-    try:
-        return _wait(refs, phase, timeout_s, tell)
-    except ray.exceptions.GetTimeoutError:
-        raise RankLostError(
-            f"learner: '{phase}' did not end within {timeout_s:g} s (learner.timeout_s); a "
-            "rank may hang in a collective, see the ranks' logs"
-        ) from None
-    except ray.exceptions.RayTaskError as error:
-        raise (_as_it_says(error.cause, phase) or _failure(refs, phase)) from error
-    except ray.exceptions.RayActorError as error:
-        raise RankLostError(
-            f"learner: a rank died during '{phase}': {first_line(error)}"
-        ) from error
-
-
-def _wait(
-    refs: list[ray.ObjectRef], phase: str, timeout_s: float, tell: Callable[[str], None]
-) -> list[Any]:
-    """As ``ray.get``, with a line every ``HEARTBEAT_S``: a long phase is no hang."""
     started_s = time.monotonic()
     while True:
         waited_s = time.monotonic() - started_s
@@ -69,7 +52,16 @@ def _wait(
             return ray.get(refs, timeout=min(HEARTBEAT_S, left_s))
         except ray.exceptions.GetTimeoutError:
             if left_s <= HEARTBEAT_S:
-                raise
+                raise RankLostError(
+                    f"learner: '{phase}' did not end within {timeout_s:g} s (learner.timeout_s); a "
+                    "rank may hang in a collective, see the ranks' logs"
+                ) from None
+        except ray.exceptions.RayTaskError as error:
+            raise (_as_it_says(error.cause, phase) or _failure(refs, phase)) from error
+        except ray.exceptions.RayActorError as error:
+            raise RankLostError(
+                f"learner: a rank died during '{phase}': {first_line(error)}"
+            ) from error
 
 
 def _as_it_says(cause: Exception, phase: str) -> Exception | None:

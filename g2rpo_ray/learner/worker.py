@@ -23,7 +23,7 @@ from g2rpo_ray.learner.checkpoints.files import (
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, SNAPSHOTS_KEPT, delete_old_checkpoints
 from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
-from g2rpo_ray.learner.update import Assignment, UpdateReport, assign, update_on_groups
+from g2rpo_ray.learner.update import UpdateReport, assign, update_on_groups
 from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.lora import coverage
 from g2rpo_ray.models.policy import load_policy
@@ -69,13 +69,11 @@ class Learner:
         shares = assign(len(groups), self.rank, self.config.learner.ranks)
         with logged("fetching groups"):
             mine: list[RolloutGroup] = ray.get([groups[index] for index, _ in shares])
-        assignments = [
-            Assignment(group, weight) for group, (_, weight) in zip(mine, shares, strict=True)
-        ]
         with log_context(iteration=mine[0].iteration), logged("update"):
             report = update_on_groups(
                 self.engine,
-                assignments,
+                mine,
+                [weight for _, weight in shares],
                 config=self.config,
                 prompts=len(groups),
                 ranks=self.config.learner.ranks,

@@ -12,11 +12,13 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from g2rpo_ray.cluster.demand import living_nodes
 from g2rpo_ray.cluster.postmortem import Place, error_of, first_line, own_place, report
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.worker import RolloutWorker, Scoring
-from g2rpo_ray.weight_sync import Peer, SyncReport
+from g2rpo_ray.weight_sync import Peer
 
 NODE_FAILURES = 3
 """A node where so many workers failed in a row, with no task done between, is avoided."""
@@ -27,7 +29,7 @@ LONGEST_GAP_S = 2.0
 
 Hire = Callable[[Sequence[str]], Any]
 """Starts an actor on any node but those named."""
-SyncWorkers = Callable[[Sequence[Peer]], SyncReport]
+SyncWorkers = Callable[[Sequence[Peer]], WeightReceipt]
 """Sends the weights of now to these workers and verifies their answers."""
 
 
@@ -51,25 +53,18 @@ class RolloutActor(RolloutWorker):
         return self.engine.description
 
 
-def hire_actor(config: Config) -> Hire:
+def hire_actor(config: Config, avoided: Sequence[str]) -> ActorHandle:
     """Starts an empty RolloutActor with the resources of a worker."""
     settings = config.rollout
-
-    def hire(avoided: Sequence[str]) -> ActorHandle:
-        labels = dict(settings.label_selector)
-        if avoided:
-            labels["ray.io/node-id"] = f"!in({','.join(avoided)})"
-        return (
-            ray.remote(RolloutActor)
-            .options(
-                num_cpus=settings.cpus_per_worker,
-                num_gpus=settings.gpus_per_worker,
-                label_selector=labels,
-            )
-            .remote()
-        )
-
-    return hire
+    labels = dict(settings.label_selector)
+    if avoided:
+        labels["ray.io/node-id"] = f"!in({','.join(avoided)})"
+    actor = ray.remote(RolloutActor).options(
+        num_cpus=settings.cpus_per_worker,
+        num_gpus=settings.gpus_per_worker,
+        label_selector=labels,
+    )
+    return actor.remote()
 
 
 @dataclass
@@ -133,7 +128,6 @@ class Crew:
         self._start_timeout_s = config.cluster.start_timeout_s
         self.members: dict[int, Member] = {}
         self.losses = 0
-        self._coming: dict[int, Member] = {}
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._started = 0
         self._losses_in_row = 0
@@ -149,10 +143,6 @@ class Crew:
     @property
     def ready(self) -> list[Member]:
         return [member for member in self.members.values() if member.stage == "ready"]
-
-    @property
-    def ready_count(self) -> int:
-        return len(self.members) - len(self._coming)
 
     def watch(self, ref: Any, worker: int, what: str, task: int = -1) -> None:
         """Have the answer to ``ref`` come out of ``next_event``."""
@@ -180,13 +170,16 @@ class Crew:
         self._skip_untended(now_s)
         while len(self.members) < self._wanted and now_s >= self._next_start_s:
             self._start(now_s)
-        for member in list(self._coming.values()):
-            if member.stage != "placing" and now_s - member.since_s > self._start_timeout_s:
+        for member in list(self.members.values()):
+            if (
+                member.stage not in ("placing", "ready")
+                and now_s - member.since_s > self._start_timeout_s
+            ):
                 self.lose(
                     member,
                     f"was {member.stage} for {self._start_timeout_s:g} s (cluster.start_timeout_s)",
                 )
-        if self.ready_count >= self._config.rollout.min_workers:
+        if len(self.ready) >= self._config.rollout.min_workers:
             self._short_since_s = None
         elif self._short_since_s is None:
             self._short_since_s = now_s
@@ -197,7 +190,7 @@ class Crew:
         last_s = now_s if self._tended_s is None else self._tended_s
         self._tended_s = now_s
         untended_s = max(0.0, now_s - last_s - LONGEST_GAP_S)
-        for member in self._coming.values():
+        for member in self.members.values():
             member.since_s = min(now_s, member.since_s + untended_s)
         if self._short_since_s is not None:
             self._short_since_s = min(now_s, self._short_since_s + untended_s)
@@ -207,11 +200,15 @@ class Crew:
         settings = self._config.rollout
         stages = Counter(member.stage for member in self.members.values())
         found = ", ".join(f"{count} {stage}" for stage, count in sorted(stages.items()))
+        free = "; ".join(
+            f"{node.node_id[:8]} CPU {node.free.get('CPU', 0):g} GPU {node.free.get('GPU', 0):g}"
+            for node in living_nodes()
+        )
         return (
             f"{wanted} {self._role}s are wanted, within cluster.start_timeout_s = "
             f"{self._start_timeout_s:g} s; there are: {found or 'none'} (placing = waiting for "
             f"CPU {settings.cpus_per_worker:g}, GPU {settings.gpus_per_worker:g} on one node, or "
-            f"for a process to start there). Free by node: {_free_by_node()}. "
+            f"for a process to start there). Free by node: {free}. "
             f"Avoided nodes: {self._avoided() or 'none'}"
         )
 
@@ -246,7 +243,6 @@ class Crew:
             threading.Thread(target=self._join, args=(member, self._sync), daemon=True).start()
             return None
         member.stage = "ready"
-        del self._coming[member.number]
         return member
 
     def lose(self, member: Member, why: str, *, log: bool = False) -> None:
@@ -269,7 +265,6 @@ class Crew:
     def dismiss(self, member: Member) -> None:
         """End a worker for good."""
         self.members.pop(member.number, None)
-        self._coming.pop(member.number, None)
         ray.kill(member.handle)
 
     def praise(self, member: Member, kind: str) -> None:
@@ -280,7 +275,7 @@ class Crew:
         if member.place is not None:
             self._node_failures.pop(member.place.node_id, None)
 
-    def sync_all(self, sync: SyncWorkers) -> SyncReport:
+    def sync_all(self, sync: SyncWorkers) -> WeightReceipt:
         """Send to every worker that has loaded its models; newcomers will get the same from now.
 
         Raises:
@@ -310,7 +305,7 @@ class Crew:
     def _start(self, now_s: float) -> None:
         member = Member(self._started, self._hire(self._avoided()), now_s, self._role)
         self._started += 1
-        self.members[member.number] = self._coming[member.number] = member
+        self.members[member.number] = member
         self.watch(member.handle.__ray_call__.remote(own_place), member.number, "placed")
         started = member.handle.start.remote(self._config, self._scoring, member.number)
         self.watch(started, member.number, "started")
@@ -329,14 +324,6 @@ class Crew:
         bad = {node for node, failures in self._node_failures.items() if failures >= NODE_FAILURES}
         if not bad:
             return []
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node.node_id for node in living_nodes()}
         # Where every node is bad, the fault is not a node's.
         return sorted(bad) if alive - bad else []
-
-
-def _free_by_node() -> str:
-    free = ray._private.state.available_resources_per_node()
-    return "; ".join(
-        f"{node[:8]} CPU {resources.get('CPU', 0):g} GPU {resources.get('GPU', 0):g}"
-        for node, resources in free.items()
-    )

@@ -33,22 +33,16 @@ class DeviceClock:
         """A CUDA event, or seconds of the wall clock."""
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
 
 class HostCopy:
     """A tensor on its way from the device to the host, while the device goes on."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = tensor
-        if tensor.is_cuda:
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        # PyTorch takes pinned memory for what it copies to the host without waiting.
+        self._host = tensor.to("cpu", non_blocking=True)
+        self._event = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
 
     def wait(self) -> Tensor:
         """The tensor on the CPU, once it is there."""

@@ -4,17 +4,10 @@ An event costs the same with 8 workers and with 512: queues and a heap, nothing 
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from g2rpo_ray.cluster.deadlines import LearnedDeadline
-
-
-@dataclass(frozen=True)
-class _Running:
-    task: int
-    started_s: float
 
 
 class Dispatch:
@@ -34,10 +27,11 @@ class Dispatch:
         self._seasoned: dict[int, bool] = {}
         """By worker: whether it has finished a task of this kind before."""
         self._idle: deque[int] = deque()
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, tuple[int, float]] = {}
+        """By worker: its task, and when that was handed out."""
         self._alarms: list[tuple[float, int, int]] = []
         """Heap of (deadline, worker, task); an entry whose task has ended is stale."""
-        self._attempts: dict[int, int] = {}
+        self._attempts: Counter[int] = Counter()
         self._accepted: set[int] = set()
 
     @property
@@ -57,11 +51,10 @@ class Dispatch:
     def leave(self, worker: int) -> int | None:
         """A worker is gone; its task, if it had one, is next to be handed out."""
         self._seasoned.pop(worker, None)
-        running = self._running.pop(worker, None)
-        if running is None:
-            return None
-        self._waiting.appendleft(running.task)
-        return running.task
+        task, _ = self._running.pop(worker, (None, 0.0))
+        if task is not None:
+            self._waiting.appendleft(task)
+        return task
 
     def assign(self, now_s: float) -> Iterator[tuple[int, int]]:
         """(worker, task) pairs to be started now."""
@@ -70,8 +63,8 @@ class Dispatch:
             if worker not in self._seasoned:
                 continue
             task = self._waiting.popleft()
-            self._attempts[task] = self._attempts.get(task, 0) + 1
-            self._running[worker] = _Running(task, now_s)
+            self._attempts[task] += 1
+            self._running[worker] = task, now_s
             deadline = self._deadline
             allowed_s = deadline.deadline_s if self._seasoned[worker] else deadline.limit_s
             heapq.heappush(self._alarms, (now_s + allowed_s, worker, task))
@@ -79,17 +72,17 @@ class Dispatch:
 
     def attempts(self, task: int) -> int:
         """How often the task was handed out."""
-        return self._attempts.get(task, 0)
+        return self._attempts[task]
 
     def accept(self, worker: int, task: int, now_s: float) -> bool:
         """A good answer; False if it does not count: its task runs elsewhere, or is done."""
-        running = self._running.get(worker)
-        if running is None or running.task != task:
+        current, started_s = self._running.get(worker, (None, 0.0))
+        if current != task:
             return False
         del self._running[worker]
         assert task not in self._accepted
         self._accepted.add(task)
-        self._deadline.record(now_s - running.started_s)
+        self._deadline.record(now_s - started_s)
         self._seasoned[worker] = True
         self._idle.append(worker)
         return True
@@ -99,7 +92,6 @@ class Dispatch:
         late = []
         while self._alarms and self._alarms[0][0] <= now_s:
             _, worker, task = heapq.heappop(self._alarms)
-            running = self._running.get(worker)
-            if running is not None and running.task == task:
+            if worker in self._running and self._running[worker][0] == task:
                 late.append(worker)
         return late

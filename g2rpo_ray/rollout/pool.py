@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -12,6 +13,7 @@ from g2rpo_ray.cluster.deadlines import LearnedDeadline
 from g2rpo_ray.cluster.postmortem import first_line
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.answers import (
     BrokenLatentsError,
     HeldoutDraw,
@@ -30,7 +32,7 @@ from g2rpo_ray.rollout.crew import (
 )
 from g2rpo_ray.rollout.dispatch import Dispatch
 from g2rpo_ray.rollout.worker import Scoring
-from g2rpo_ray.weight_sync import SyncReport, WeightSyncError
+from g2rpo_ray.weight_sync import WeightSyncError
 
 POLL_S = 0.5
 WAIT_LINE_S = 30.0
@@ -46,11 +48,7 @@ Fault = Callable[[int, Member, int, Any], str | None]
 """What is wrong with (task, worker, attempt, answer); None if nothing is."""
 
 
-def no_fault(*_: object) -> None:
-    """Any answer that is not an error will do."""
-
-
-def broken_fault(pictures: int, attempt: int) -> str | None:
+def _broken_fault(pictures: int, attempt: int) -> str | None:
     """Pictures with broken latents are the worker's fault until a second one gives them, too."""
     if pictures and attempt < BROKEN_LATENTS_TRIES:
         return f"gave {pictures} pictures whose latents are not finite"
@@ -83,7 +81,7 @@ class RolloutPool:
         self._settings = settings = config.rollout
         self._tell, self._role = tell, role
         self._start_timeout_s = config.cluster.start_timeout_s
-        self._crew = Crew(config, scoring, hire or hire_actor(config), tell, role)
+        self._crew = Crew(config, scoring, hire or partial(hire_actor, config), tell, role)
         self._deadlines = {
             kind: LearnedDeadline(settings.timeout_s, settings.min_deadline_s)
             for kind in ("rollout", "evaluate", "walk")
@@ -114,7 +112,7 @@ class RolloutPool:
             RolloutStartError: not all came up within ``cluster.start_timeout_s``.
         """
         started_s, line_s, wanted = time.monotonic(), WAIT_LINE_S, self._settings.workers
-        while self._crew.ready_count < wanted:
+        while len(self._crew.ready) < wanted:
             self._next_event()
             waited_s = time.monotonic() - started_s
             if waited_s > self._start_timeout_s:
@@ -127,7 +125,7 @@ class RolloutPool:
         """End every worker."""
         self._crew.close()
 
-    def sync(self, sync_workers: SyncWorkers) -> SyncReport:
+    def sync(self, sync_workers: SyncWorkers) -> WeightReceipt:
         """Bring new weights to every worker, and to every one that joins later, before its work.
 
         Args:
@@ -137,7 +135,7 @@ class RolloutPool:
             Its report. Workers that did not prove to hold the weights are replaced.
         """
         for attempt in range(1, SYNC_ROUNDS + 1):
-            while not self._crew.ready_count:
+            while not self._crew.ready:
                 self._next_event()
             try:
                 return self._crew.sync_all(sync_workers)
@@ -164,7 +162,6 @@ class RolloutPool:
             Summaries, and references to the RolloutGroups, both by slot.
         """
         first_id = iteration * len(prompts)
-        groups: list[Any] = [None] * len(prompts)
 
         def call(slot: int, worker: Any) -> list[Any]:
             rollout = worker.rollout.options(num_returns=2)
@@ -175,12 +172,12 @@ class RolloutPool:
                 return f"answered with group {summary.group_id} for {first_id + slot}"
             if summary.weight_version != member.weight_version:
                 return f"drew with weights {summary.weight_version}, not {member.weight_version}"
-            return broken_fault(summary.broken_pictures, attempt)
+            return _broken_fault(summary.broken_pictures, attempt)
 
-        summaries = self._run("rollout", call, fault, on_wait, groups)
-        for summary in summaries:
+        done = self._run("rollout", len(prompts), call, fault, on_wait)
+        for summary, _ in done:
             self.replica_busy_s |= summary.replica_busy_s
-        return summaries, groups
+        return [summary for summary, _ in done], [group for _, group in done]
 
     def evaluate(
         self,
@@ -191,42 +188,34 @@ class RolloutPool:
     ) -> list[HeldoutPictures]:
         """Draw and score held-out prompts, in their order; see ``RolloutWorker.evaluate``."""
         starts = latents or [None] * len(prompts)
-
-        def call(number: int, worker: Any) -> list[Any]:
-            return [worker.evaluate.remote(prompts[number], draw, starts[number])]
-
-        def fault(_: int, __: Member, attempt: int, result: HeldoutPictures) -> str | None:
-            return broken_fault(result.broken_pictures, attempt)
-
-        return self._run("evaluate", call, fault, on_wait, [None] * len(prompts))
+        done = self._run(
+            "evaluate",
+            len(prompts),
+            lambda number, worker: [worker.evaluate.remote(prompts[number], draw, starts[number])],
+            lambda _task, _member, attempt, it: _broken_fault(it.broken_pictures, attempt),
+            on_wait,
+        )
+        return [result for result, _ in done]
 
     def walk(
         self, prompts: Sequence[ray.ObjectRef], on_wait: OnWait, draw: HeldoutDraw
     ) -> list[ray.ObjectRef]:
         """References to the latents of held-out prompts at ``draw.last``, in their order."""
-        references: list[Any] = [None] * len(prompts)
-
-        def call(number: int, worker: Any) -> list[Any]:
-            return [worker.walk.remote(prompts[number], draw)]
-
-        self._run("walk", call, no_fault, on_wait, references)
-        return references
+        done = self._run(
+            "walk",
+            len(prompts),
+            lambda number, worker: [worker.walk.remote(prompts[number], draw)],
+            lambda *_: None,
+            on_wait,
+        )
+        return [reference for _, reference in done]
 
     def _run(
-        self,
-        kind: str,
-        call: Call,
-        fault: Fault,
-        on_wait: OnWait,
-        last_references: list[Any],
-    ) -> list[Any]:
-        """Have every task done by some worker, and give the answers.
-
-        Args:
-            last_references: gets the last reference of each task's accepted call.
-        """
-        answers: list[Any] = [None] * len(last_references)
-        dispatch = Dispatch(len(answers), self._deadlines[kind])
+        self, kind: str, tasks: int, call: Call, fault: Fault, on_wait: OnWait
+    ) -> list[tuple[Any, ray.ObjectRef]]:
+        """Have every task done by some worker; the answers, each with its call's last reference."""
+        done: list[Any] = [None] * tasks
+        dispatch = Dispatch(tasks, self._deadlines[kind])
         for member in self._crew.ready:
             dispatch.join(member.number, seasoned=kind in member.finished)
         self._runs += 1
@@ -249,11 +238,10 @@ class RolloutPool:
             if cause is not None:
                 self._lose(member, cause, dispatch)
             elif dispatch.accept(member.number, task, event.at_s):
-                answers[task] = event.future.result()
-                last_references[task] = references.pop(member.number)[-1]
+                done[task] = event.future.result(), references.pop(member.number)[-1]
                 self.busy_s += event.at_s - started_s[member.number]
                 self._crew.praise(member, kind)
-        return answers
+        return done
 
     def _next_event(self, dispatch: Dispatch | None = None, kind: str = "") -> Event | None:
         """Wait for an answer to a task; comings and goings of workers are dealt with here."""

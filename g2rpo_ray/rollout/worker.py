@@ -4,7 +4,9 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Protocol
 
 import torch
@@ -15,7 +17,6 @@ from g2rpo_ray.common.device import keep_to_share, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
-from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.weights import (
     WeightReceipt,
     layout_of,
@@ -29,9 +30,9 @@ from g2rpo_ray.rollout.answers import (
     HeldoutDraw,
     HeldoutPictures,
     RolloutSummary,
+    summarise,
 )
 from g2rpo_ray.rollout.device import DeviceClock, HostCopy
-from g2rpo_ray.rollout.reward_summary import summarise
 from g2rpo_ray.sampling.engine import RolloutEngine
 from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup
@@ -78,19 +79,6 @@ class _Sent:
     finite: Tensor
     """bool ``[granularities, M]`` on the device: whether a picture's latents are."""
     scores: Future[PendingScores]
-
-
-@dataclass
-class _Scored:
-    """What scoring one prompt has given so far."""
-
-    rewards: Tensor
-    """float32 ``[rewards, granularities, K, M]``, NaN where there is none."""
-    pictures: int = 0
-    broken_pictures: int = 0
-    failures: list[str] = field(default_factory=list)
-    measured: list[dict[str, dict[str, float]]] = field(default_factory=list)
-    replica_busy_s: Counter[str] = field(default_factory=Counter)
 
 
 class RolloutWorker:
@@ -150,41 +138,36 @@ class RolloutWorker:
         to the reward servers while the next steps are completed.
         """
         with log_context(iteration=iteration, prompt_id=prompt.prompt_id, group_id=group_id):
-            return self._rollout(prompt, group_id, iteration)
-
-    def _rollout(
-        self, prompt: Prompt, group_id: int, iteration: int
-    ) -> tuple[RolloutSummary, RolloutGroup]:
-        config, key = self.config, GroupKey(self.config.seed, group_id)
-        evaluations_before, clock = self.engine.evaluations, DeviceClock(self.device)
-        sampler = self.engine.sampler(config.sampling.steps)
-        draw = self.strategy.draw(sampler, self._embeds(prompt), key, iteration)
-        names = sorted(config.trained_rewards)
-        shape = len(names), draw.granularities, len(draw.sde_steps), config.sampling.members
-        scored = _Scored(torch.full(shape, torch.nan))
-        # All are on their way before the first scores are waited for.
-        for sent in list(self._send_finished(draw, prompt, names, clock)):
-            self._score(sent, prompt, scored)
-        clock.lap("score_s")
-        group = RolloutGroup(
-            key=key,
-            iteration=iteration,
-            weight_version=self.weight_version,
-            prompt=prompt,
-            sde_steps=draw.sde_steps,
-            step_indices=draw.step_indices,
-            latents=draw.latents.cpu(),
-            velocities=draw.velocities.cpu(),
-            rewards=scored.rewards,
-            reward_names=names,
-            evaluations=self.engine.evaluations - evaluations_before,
-            batch_size=self.engine.batch_size,
-            seconds=clock.seconds(),
-        )
-        summary = self._summary(group, scored)
-        counts = {"evaluations": summary.evaluations, "pictures": summary.pictures}
-        logger.info("drew a group", extra=counts)
-        return summary, group
+            config, key = self.config, GroupKey(self.config.seed, group_id)
+            evaluations_before, clock = self.engine.evaluations, DeviceClock(self.device)
+            sampler = self.engine.sampler(config.sampling.steps)
+            draw = self.strategy.draw(sampler, prompt.embeds.to(self.device), key, iteration)
+            names = sorted(config.trained_rewards)
+            shape = len(names), draw.granularities, len(draw.sde_steps), config.sampling.members
+            rewards = torch.full(shape, torch.nan)
+            # All are on their way before the first scores are waited for.
+            sent = list(self._send_finished(draw, prompt, names, clock))
+            scored = [self._score(each, prompt, rewards) for each in sent]
+            clock.lap("score_s")
+            group = RolloutGroup(
+                key=key,
+                iteration=iteration,
+                weight_version=self.weight_version,
+                prompt=prompt,
+                sde_steps=draw.sde_steps,
+                step_indices=draw.step_indices,
+                latents=draw.latents.cpu(),
+                velocities=draw.velocities.cpu(),
+                rewards=rewards,
+                reward_names=names,
+                evaluations=self.engine.evaluations - evaluations_before,
+                batch_size=self.engine.batch_size,
+                seconds=clock.seconds(),
+            )
+            summary = self._summary(group, sent, scored)
+            counts = {"evaluations": summary.evaluations, "pictures": summary.pictures}
+            logger.info("drew a group", extra=counts)
+            return summary, group
 
     def _send_finished(
         self, draw: Draw, prompt: Prompt, names: list[str], clock: DeviceClock
@@ -198,20 +181,21 @@ class RolloutWorker:
             clock.lap("decode_s")
         clock.lap("denoise_s")
 
-    def _score(self, sent: _Sent, prompt: Prompt, scored: _Scored) -> None:
-        """Waits for the scores of pictures that were sent."""
+    def _score(
+        self, sent: _Sent, prompt: Prompt, rewards: Tensor
+    ) -> tuple[PendingScores, list[str]]:
+        """Waits for the scores of pictures that were sent; says what failed, too.
+
+        Args:
+            rewards: float32 ``[rewards, granularities, K, M]``; gets the scores.
+        """
         scores = sent.scores.result()
         broken = ~sent.finite.cpu()
-        scored.pictures += broken.numel()
-        scored.broken_pictures += int(broken.sum())
-        scored.failures += self._broken_pictures(broken, prompt)
-        for rewards, values in zip(scored.rewards, scores.result().values(), strict=True):
-            by_member = values.view(len(rewards), 1, -1)
-            rewards[:, sent.positions] = by_member.masked_fill(broken[:, None], torch.nan)
-        scored.failures += scores.failures
-        scored.measured.append(scores.measured)
-        # The later of two answers of a replica, whichever came first.
-        scored.replica_busy_s |= Counter(scores.busy_s)
+        failures = self._broken_pictures(broken, prompt)
+        for of_reward, values in zip(rewards, scores.result().values(), strict=True):
+            by_member = values.view(len(of_reward), 1, -1)
+            of_reward[:, sent.positions] = by_member.masked_fill(broken[:, None], torch.nan)
+        return scores, failures + scores.failures
 
     def evaluate(
         self, prompt: Prompt, draw: HeldoutDraw | None = None, latents: Tensor | None = None
@@ -258,7 +242,7 @@ class RolloutWorker:
             latents = torch.stack(noises)
         sampler = self.engine.sampler(draw.steps)
         start = latents.to(self.device)
-        return sampler.trajectory(start, self._embeds(prompt), draw.first, draw.last).x0
+        return sampler.trajectory(start, prompt.embeds.to(self.device), draw.first, draw.last).x0
 
     def _broken_pictures(self, broken: Tensor, prompt: Prompt) -> list[str]:
         # Its log-probability is infinite then, and a scorer may still give its picture a number.
@@ -279,10 +263,13 @@ class RolloutWorker:
             lambda: self.scoring.submit(prompt.prompt_id, prompt.text, copied.wait(), names)
         )
 
-    def _embeds(self, prompt: Prompt) -> Conditioning:
-        return prompt.embeds.to(self.device)
-
-    def _summary(self, group: RolloutGroup, scored: _Scored) -> RolloutSummary:
+    def _summary(
+        self,
+        group: RolloutGroup,
+        sent: list[_Sent],
+        scored: list[tuple[PendingScores, list[str]]],
+    ) -> RolloutSummary:
+        broken = torch.cat([~each.finite.flatten() for each in sent])
         by_reward = zip(group.reward_names, group.rewards, strict=True)
         min_spread = self.config.advantage.min_spread
         warnings = list(self.engine.warnings)
@@ -291,13 +278,14 @@ class RolloutWorker:
             group_id=group.key.group_id,
             weight_version=group.weight_version,
             evaluations=group.evaluations,
-            pictures=scored.pictures,
+            pictures=len(broken),
             seconds=group.seconds,
             rewards={name: summarise(scores, min_spread) for name, scores in by_reward},
-            failures=scored.failures,
-            measured=scored.measured,
+            failures=[failure for _, failures in scored for failure in failures],
+            measured=[scores.measured for scores, _ in scored],
             peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 2),
             warnings=warnings,
-            broken_pictures=scored.broken_pictures,
-            replica_busy_s=scored.replica_busy_s,
+            broken_pictures=int(broken.sum()),
+            # The later of two answers of a replica, whichever came first.
+            replica_busy_s=reduce(or_, (Counter(scores.busy_s) for scores, _ in scored)),
         )

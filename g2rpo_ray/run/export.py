@@ -3,12 +3,12 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
+from torch import Tensor, nn
 
 from g2rpo_ray import __version__
 from g2rpo_ray.common.errors import InputError
@@ -40,27 +40,26 @@ class ExportError(InputError):
     """The weights cannot be exported as asked; the message says why, and nothing was changed."""
 
 
-@dataclass(frozen=True)
-class ExportOptions:
-    """Which weights are exported, and how."""
-
-    checkpoint: str = "last"
-    """``last``, ``best``, or the folder of a checkpoint."""
-    merge: bool = False
-    """Of a LoRA run, the whole transformer instead of the adapter."""
-    average: bool = False
-    """The moving average of the weights (``learner.ema_decay``) instead of the last."""
-    max_shard_size: str = "10GB"
-    """Of a transformer's file."""
-
-
-def export(config: Config, options: ExportOptions, folder: Path) -> Form:
+def export(
+    config: Config,
+    folder: Path,
+    checkpoint: str = "last",
+    *,
+    merge: bool = False,
+    average: bool = False,
+    max_shard_size: str = "10GB",
+) -> Form:
     """Write ``folder``, which must not be there yet: whole or not at all; always on the CPU.
 
     A LoRA run gives its adapter (``pytorch_lora_weights.safetensors``), or with ``merge`` the
     whole transformer; full fine-tuning gives the transformer (``config.json``,
     ``diffusion_pytorch_model*.safetensors``). The tensors are of ``model.dtype``, as the run
     computed with them.
+
+    Args:
+        checkpoint: ``last``, ``best``, or the folder of a checkpoint.
+        average: the moving average of the weights (``learner.ema_decay``) instead of the last.
+        max_shard_size: of a transformer's file.
 
     Raises:
         ExportError: the base model was asked for, or the folder is there already or cannot be
@@ -70,30 +69,33 @@ def export(config: Config, options: ExportOptions, folder: Path) -> Form:
         ModelFolderError: what was read back differs from what was written.
     """
     check_model(config)
-    form = _form(config, options)
+    form = _form(config, checkpoint, merge)
     target = folder.expanduser().absolute()
     if target.exists():
         raise ExportError(f"{target} is there already; name another folder")
-    checkpoint = checkpoint_named(config, options.checkpoint)
-    info = read_fitting_info(checkpoint, config.model)
+    source = checkpoint_named(config, checkpoint)
+    info = read_fitting_info(source, config.model)
     with _written_whole(target) as temporary:
-        write = _write_adapter if form == "adapter" else _write_transformer
-        write(config, options, checkpoint, temporary)
+        weights = read_weights(source, average)
+        if form == "adapter":
+            _write_adapter(config, weights, temporary)
+        else:
+            save_transformer(_transformer(config, weights), temporary, max_shard_size)
         model_card(config, info, form).save(temporary / "README.md")
     return form
 
 
-def _form(config: Config, options: ExportOptions) -> Form:
-    if options.merge and config.model.lora is None:
+def _form(config: Config, checkpoint: str, merge: bool) -> Form:
+    if merge and config.model.lora is None:
         raise ExportError("--merged is for LoRA runs; this run trains all weights")
-    if options.checkpoint == "base":
+    if checkpoint == "base":
         raise ExportError(
             f"--checkpoint base: that is model.path itself ({config.model.path}); allowed: last, "
             "best, or the folder of a checkpoint"
         )
     if config.model.lora is None:
         return "full"
-    return "merged" if options.merge else "adapter"
+    return "merged" if merge else "adapter"
 
 
 @contextmanager
@@ -114,26 +116,22 @@ def _written_whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_adapter(config: Config, options: ExportOptions, checkpoint: Path, folder: Path) -> None:
+def _write_adapter(config: Config, weights: dict[str, Tensor], folder: Path) -> None:
     assert config.model.lora is not None
     dtype = DTYPES[config.model.dtype]
-    tensors = adapter_tensors(read_weights(checkpoint, options.average), config.model.lora)
+    tensors = adapter_tensors(weights, config.model.lora)
     family = open_family(resolve_path(config.model.path))
     save_adapter({name: tensor.to(dtype) for name, tensor in tensors.items()}, family, folder)
 
 
-def _write_transformer(
-    config: Config, options: ExportOptions, checkpoint: Path, folder: Path
-) -> None:
-    weights = read_weights(checkpoint, options.average)
+def _transformer(config: Config, weights: dict[str, Tensor]) -> nn.Module:
     if config.model.lora is not None:
         transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype])
         merge_adapters(transformer, weights, config.model.lora)
-    else:
-        policy = load_policy(config)
-        load_weights(policy, weights)
-        transformer = policy.transformer
-    save_transformer(transformer, folder, options.max_shard_size)
+        return transformer
+    policy = load_policy(config)
+    load_weights(policy, weights)
+    return policy.transformer
 
 
 def model_card(config: Config, info: CheckpointInfo, form: Form) -> ModelCard:

@@ -108,13 +108,11 @@ def give_up_later(run: Run) -> None:
 
 def write_resolved(config: Config) -> Path:
     """Write the resolved configuration into ``run_dir`` without starting a run there."""
-    path = run_folder(config) / "resolved.yaml"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_config(config, path)
-    except OSError as error:
-        raise RunFolderError(f"run_dir {path.parent}: cannot be written: {error}") from error
-    return path
+    folder = run_folder(config)
+    with _named_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder / "resolved.yaml")
+    return folder / "resolved.yaml"
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:
@@ -159,8 +157,19 @@ def _info_at_start(config: Config, folder: Path, checkpoint: Path | None) -> Che
             f"{checkpoint} is at iteration {info.iteration}, beyond "
             f"iterations={config.iterations}; raise it to go on"
         )
-    if info.iteration == _finished_iterations(folder):
-        _check_not_finished(config, checkpoint, info)
+    if info.iteration != _finished_iterations(folder):
+        return info
+    if info.iteration == config.iterations:
+        raise RunFolderError(
+            f"{checkpoint} is at iteration {info.iteration} of {config.iterations}: the run "
+            "is complete; raise iterations to go on"
+        )
+    if is_stalled(config):
+        raise RunFolderError(
+            f"{checkpoint}: the run ended early at iteration {info.iteration} of "
+            f"{config.iterations} (evaluation.patience is {config.evaluation.patience}); raise "
+            "patience, or set it to 0, to go on"
+        )
     return info
 
 
@@ -213,20 +222,6 @@ def _has_run(folder: Path) -> bool:
     """Whether a run has come so far there that something would be lost."""
     metrics = folder / "metrics.jsonl"
     return (metrics.exists() and metrics.stat().st_size > 0) or bool(list_states(folder))
-
-
-def _check_not_finished(config: Config, checkpoint: Path, info: CheckpointInfo) -> None:
-    if info.iteration == config.iterations:
-        raise RunFolderError(
-            f"{checkpoint} is at iteration {info.iteration} of {config.iterations}: the run "
-            "is complete; raise iterations to go on"
-        )
-    if is_stalled(config):
-        raise RunFolderError(
-            f"{checkpoint}: the run ended early at iteration {info.iteration} of "
-            f"{config.iterations} (evaluation.patience is {config.evaluation.patience}); raise "
-            "patience, or set it to 0, to go on"
-        )
 
 
 def _finished_iterations(folder: Path) -> int | None:

@@ -1,6 +1,7 @@
 """What a run scored on held-out prompts: which checkpoint is the best, whether it still learns."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,10 +56,10 @@ def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures
         for number, picture in enumerate(result.pictures):
             file = f"{name}/{result.prompt_id}_{number}.png"
             Image.fromarray(picture.numpy()).save(target / file)
-            scores = {reward: _number(values[number]) for reward, values in result.scores.items()}
+            scores = {reward: float(values[number]) for reward, values in result.scores.items()}
             entries.append(
                 {"prompt_id": result.prompt_id, "prompt": result.prompt, "file": file,
-                 "scores": scores}
+                 "scores": {n: None if math.isnan(s) else s for n, s in scores.items()}}
             )  # fmt: skip
     replace_text(target / f"{name}.json", json.dumps(entries, indent=1, ensure_ascii=False))
 
@@ -77,8 +78,3 @@ def heldout_before_after(folder: Path) -> dict[str, dict[str, float | None]]:
         for name in before | after
         if name.startswith(prefix)
     }
-
-
-def _number(value: object) -> float | None:
-    number = float(value)  # type: ignore[arg-type]
-    return number if number == number else None

@@ -6,9 +6,8 @@ from statistics import fmean
 
 import numpy as np
 
-from g2rpo_ray.learner.ranks import LearnerUpdate
-from g2rpo_ray.rollout.answers import HeldoutPictures, RolloutSummary
-from g2rpo_ray.rollout.reward_summary import RewardSummary
+from g2rpo_ray.learner.update import UpdateReport
+from g2rpo_ray.rollout.answers import HeldoutPictures, RewardSummary, RolloutSummary
 
 
 def rollout_metrics(
@@ -59,7 +58,7 @@ def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, f
     return means | {f"reward/{name}/failures": sum(r["failures"] for r in requests)}
 
 
-def update_metrics(update: LearnerUpdate) -> dict[str, float]:
+def update_metrics(update: UpdateReport) -> dict[str, float]:
     """Health of one iteration's update; means over the groups that were not dropped."""
     trained = [record for record in update.records if record.valid]
     first = [r.health.max_abs_log_ratio for r in update.records if r.update == 0]

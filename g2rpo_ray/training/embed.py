@@ -27,7 +27,7 @@ from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.loading import DTYPES, check_model, on_meta
 from g2rpo_ray.prompts.embeddings import Manifest, ShardFile, encoder_fingerprint, write_manifest
 from g2rpo_ray.prompts.encoder import ShardEncoder
-from g2rpo_ray.prompts.selection import Selected, Selection, select
+from g2rpo_ray.prompts.selection import Selection, select
 from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, read_prompts
 
 PLAN, FINISHED = "plan.json", "finished.jsonl"
@@ -77,12 +77,14 @@ def embed(
     longest = config.prompts.max_characters if selection.max_characters is None else None
     texts = read_prompts(resolve_path(source), longest, config.prompts.key)
     selected = select(texts, selection)
-    print(_describe(source, len(texts), selected), flush=True)
+    reasons = "".join(f", {count} {reason}" for reason, count in selected.left_out.items())
+    kept, size = selected.prompts, options.shard_size
+    print(f"{source}: {len(texts)} prompts{reasons}; {len(kept)} kept", flush=True)
     device = describe_device(options.gpus_per_worker, "--gpus-per-worker")
     print(f"encoding on: {device}", flush=True)
     encoder = encoder_fingerprint(config.model)
-    shards = _cut(selected.prompts, options.shard_size)
-    finished = _open(folder, _plan(config, encoder, selected.prompts, options))
+    shards = [kept[first : first + size] for first in range(0, len(kept), size)]
+    finished = _open(folder, _plan(config, encoder, kept, size))
     missing = [n for n in range(len(shards)) if n not in finished]
     _check_disk(config, folder, sum(len(shards[n]) for n in missing))
     if missing:
@@ -92,7 +94,7 @@ def embed(
         encoder=encoder,
         dtype=config.model.dtype,
         max_sequence_length=config.prompts.max_sequence_length,
-        prompts=len(selected.prompts),
+        prompts=len(kept),
         source=source,
         left_out=selected.left_out,
         files=[ShardFile(f["file"], f["prompts"], f["bytes"], f["sha256"]) for f in files],
@@ -165,14 +167,14 @@ def _shard_rows(
 
 
 def _plan(
-    config: Config, encoder: dict[str, str], texts: Sequence[str], options: EmbedOptions
+    config: Config, encoder: dict[str, str], texts: list[str], shard_size: int
 ) -> dict[str, Any]:
     """All that the shards' content depends on."""
     return {
         "encoder": encoder,
         "dtype": config.model.dtype,
         "max_sequence_length": config.prompts.max_sequence_length,
-        "shard_size": options.shard_size,
+        "shard_size": shard_size,
         "prompts_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
     }
 
@@ -237,12 +239,3 @@ def _write_prompts(
     path = folder / PROMPTS_FILE
     pq.write_table(pa.Table.from_pylist(rows), path)
     return sha256_of_file(path)
-
-
-def _cut(texts: Sequence[str], size: int) -> list[list[str]]:
-    return [list(texts[first : first + size]) for first in range(0, len(texts), size)]
-
-
-def _describe(source: str, read: int, selected: Selected) -> str:
-    reasons = "".join(f", {count} {reason}" for reason, count in selected.left_out.items())
-    return f"{source}: {read} prompts{reasons}; {len(selected.prompts)} kept"

@@ -12,7 +12,9 @@ from g2rpo_ray.algorithms import make_strategy
 from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
-from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
+from g2rpo_ray.learner.ranks import GroupsLostError
+from g2rpo_ray.learner.update import UpdateReport
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import PromptOrder
 from g2rpo_ray.rollout.answers import RolloutSummary
@@ -25,7 +27,6 @@ from g2rpo_ray.training.collect import rollout_metrics, update_metrics
 from g2rpo_ray.training.heldout import HeldoutEvaluation
 from g2rpo_ray.training.roles import Roles
 from g2rpo_ray.training.session import Session
-from g2rpo_ray.weight_sync import SyncReport
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class TrainingLoop:
             session.note(f"warning: {warning}")
         return Drawn(iteration, summaries, groups, time.perf_counter() - started_s)
 
-    def learn(self, drawn: Drawn) -> tuple[Drawn, LearnerUpdate]:
+    def learn(self, drawn: Drawn) -> tuple[Drawn, UpdateReport]:
         """Train on an iteration's groups, or on new ones where they are lost with a node.
 
         Returns:
@@ -120,16 +121,16 @@ class TrainingLoop:
                 self.session.note(f"{lost}; drawing iteration {drawn.iteration} again")
                 drawn = self.draw(drawn.iteration)
 
-    def update(self, drawn: Drawn) -> LearnerUpdate:
+    def update(self, drawn: Drawn) -> UpdateReport:
         """The learner's work on an iteration."""
         return self.roles.learner.update(drawn.groups)
 
-    def sync(self) -> SyncReport | None:
+    def sync(self) -> WeightReceipt | None:
         """Bring the learner's weights to every rollout worker, verified."""
         with self.session.phase("sync"):
             return self.roles.sync()
 
-    def record(self, drawn: Drawn, update: LearnerUpdate, report: SyncReport | None) -> None:
+    def record(self, drawn: Drawn, update: UpdateReport, report: WeightReceipt | None) -> None:
         """The state after an iteration, and its line of numbers; no report where none was synced.
 
         An evaluation or a checkpoint counts to the line after it.

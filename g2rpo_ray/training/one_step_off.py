@@ -5,11 +5,11 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from g2rpo_ray.common.stop import StopRequested
-from g2rpo_ray.learner.ranks import LearnerUpdate
+from g2rpo_ray.learner.update import UpdateReport
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.training.loop import Drawn, TrainingLoop
 from g2rpo_ray.training.roles import Roles
 from g2rpo_ray.training.session import Session
-from g2rpo_ray.weight_sync import SyncReport
 
 
 class OneStepOffLoop(TrainingLoop):
@@ -24,7 +24,7 @@ class OneStepOffLoop(TrainingLoop):
         self.ahead: deque[Drawn] = deque()
         """Drawn and not yet trained on, oldest first."""
         self.learner_thread = ThreadPoolExecutor(1, thread_name_prefix="learner")
-        self.learning: Future[LearnerUpdate] | None = None
+        self.learning: Future[UpdateReport] | None = None
         """The update that was begun last, until it is asked for."""
         self.is_stopping = False
 
@@ -47,16 +47,16 @@ class OneStepOffLoop(TrainingLoop):
             self.is_stopping = True
         return drawn
 
-    def update(self, drawn: Drawn) -> LearnerUpdate:
+    def update(self, drawn: Drawn) -> UpdateReport:
         """Wait for what ``generate`` has begun; groups drawn anew are learned here."""
         begun, self.learning = self.learning, None
         return begun.result() if begun else super().update(drawn)
 
-    def sync(self) -> SyncReport | None:
+    def sync(self) -> WeightReceipt | None:
         """Not where the run is stopping: nothing is drawn any more."""
         return None if self.is_stopping else super().sync()
 
-    def draw_ahead(self, learning: Future[LearnerUpdate]) -> None:
+    def draw_ahead(self, learning: Future[UpdateReport]) -> None:
         """Draw at least one iteration, and more while the learner works and staleness allows."""
         while self.iteration_ahead < self.config.iterations:
             if len(self.ahead) >= self.config.max_staleness or (self.ahead and learning.done()):

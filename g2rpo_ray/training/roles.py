@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from g2rpo_ray.cluster.placement import Tell, placed, wait_for_nodes
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.files import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.prompts.encoder import PromptEncoder
 from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers
@@ -40,7 +41,6 @@ from g2rpo_ray.training.settings import for_evaluation_workers
 from g2rpo_ray.weight_sync import (
     Peer,
     StoredWeights,
-    SyncReport,
     WeightSync,
     WeightSyncError,
     make_weight_sync,
@@ -63,11 +63,11 @@ class Roles:
         """References to prompts (id, text) with their embeddings, in the order given."""
         return [self.encoder.encode.remote(number, text) for number, text in prompts]
 
-    def sync(self) -> SyncReport:
+    def sync(self) -> WeightReceipt:
         """Bring the learner's weights to every worker of now, and to each that joins later."""
         return self.pool.sync(self._send)
 
-    def _send(self, receivers: Sequence[Peer]) -> SyncReport:
+    def _send(self, receivers: Sequence[Peer]) -> WeightReceipt:
         # The lock: while a newcomer is sent to, no update may come between weights and version.
         with self.learner.lock:
             try:
@@ -101,10 +101,9 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
     """
     kept = [learner_demand(config), *encoder_demand(config)]
     workers = [rollout_demand(config), *evaluation_demand(config)]
+    started = _rollout_roles(config, run_name(config), kept, workers, tell)
     with (
-        _room_and_rewards(config, run_name(config), kept, workers, tell) as (room, rewards),
-        _encoder(config, room) as encoder,
-        closing(RolloutPool(config, rewards, tell)) as pool,
+        started as (room, rewards, encoder, pool),
         _evaluation_pool(config, rewards, tell) as evaluation_pool,
     ):
         assert room is not None
@@ -123,11 +122,7 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
 def launch_rollout(config: Config, tell: Tell) -> Iterator[tuple[ActorHandle, RolloutPool]]:
     """Start the roles that draw and score, without a learner; otherwise as ``launch``."""
     name, kept, workers = f"g2rpo-{os.getpid()}", encoder_demand(config), [rollout_demand(config)]
-    with (
-        _room_and_rewards(config, name, kept, workers, tell) as (room, rewards),
-        _encoder(config, room) as encoder,
-        closing(RolloutPool(config, rewards, tell)) as pool,
-    ):
+    with _rollout_roles(config, name, kept, workers, tell) as (_, _, encoder, pool):
         pool.wait_until_ready()
         yield encoder, pool
 
@@ -140,10 +135,10 @@ def run_name(config: Config) -> str:
 
 
 @contextmanager
-def _room_and_rewards(
+def _rollout_roles(
     config: Config, name: str, kept: Sequence[Demand], workers: Sequence[Demand], tell: Tell
-) -> Iterator[tuple[PlacementGroup | None, RewardClient]]:
-    """Join the cluster, keep room on it, and start reward servers where they leave enough.
+) -> Iterator[tuple[PlacementGroup | None, RewardClient, ActorHandle, RolloutPool]]:
+    """Join the cluster, keep room on it, and start who draws and scores where that leaves enough.
 
     Args:
         name: of the reward servers.
@@ -154,19 +149,24 @@ def _room_and_rewards(
     with ray_cluster(config.cluster) as private:
         tell(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
         wait_for_nodes(config, tell)
-        rewards, nodes = reward_demands(config), living_nodes()
-        tell(overview([*kept, *workers, *rewards], nodes))
-        if private and (reasons := shortage([*workers, *rewards, *kept], nodes)):
+        servers, nodes = reward_demands(config), living_nodes()
+        tell(overview([*kept, *workers, *servers], nodes))
+        if private and (reasons := shortage([*workers, *servers, *kept], nodes)):
             # Nothing will join it, so there is nothing to wait for.
             raise ClusterError(" ".join(reasons))
         tell("starting reward servers and rollout workers")
         timeout_s = config.cluster.start_timeout_s
-        with placed(kept, [*workers, *rewards], timeout_s, tell) as room, ExitStack() as servers:
+        with placed(kept, [*workers, *servers], timeout_s, tell) as room, ExitStack() as stack:
             # Small shares of cards first would leave no card with room for a large one.
-            with placed(workers, [*kept, *rewards], timeout_s, tell):
+            with placed(workers, [*kept, *servers], timeout_s, tell):
                 started = reward_servers(name, config.rewards, timeout_s, private)
-                handles = servers.enter_context(started)
-            yield room, RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
+                handles = stack.enter_context(started)
+            rewards = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
+            with (
+                _encoder(config, room) as encoder,
+                closing(RolloutPool(config, rewards, tell)) as pool,
+            ):
+                yield room, rewards, encoder, pool
 
 
 @contextmanager
@@ -176,13 +176,11 @@ def _encoder(config: Config, room: PlacementGroup | None) -> Iterator[ActorHandl
     Embeddings lie on the encoder's node: it shall not go while the driver stays.
     """
     gpus = config.prompts.encoder_gpus
-    place: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
+    here = ray.get_runtime_context().get_node_id()
+    place: object = NodeAffinitySchedulingStrategy(here, soft=False)
     if gpus and room is not None:
         last = room.bundle_count - 1
         place = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=last)
-    else:
-        here = ray.get_runtime_context().get_node_id()
-        place = NodeAffinitySchedulingStrategy(here, soft=False)
     actor = ray.remote(PromptEncoder).options(
         num_cpus=0,
         num_gpus=gpus,
@@ -197,13 +195,10 @@ def _encoder(config: Config, room: PlacementGroup | None) -> Iterator[ActorHandl
         ray.kill(encoder)
 
 
-@contextmanager
 def _evaluation_pool(
     config: Config, rewards: RewardClient, tell: Tell
-) -> Iterator[RolloutPool | None]:
+) -> AbstractContextManager[RolloutPool | None]:
     if not config.evaluation.workers:
-        yield None
-        return
+        return nullcontext()
     settings = for_evaluation_workers(config)
-    with closing(RolloutPool(settings, rewards, tell, role="evaluation worker")) as pool:
-        yield pool
+    return closing(RolloutPool(settings, rewards, tell, role="evaluation worker"))

@@ -1,7 +1,7 @@
 """New weights to every rollout worker, proven to have arrived; one file a transport."""
 
 from g2rpo_ray.config import Config
-from g2rpo_ray.weight_sync.base import Peer, SyncReport, WeightSync, WeightSyncError
+from g2rpo_ray.weight_sync.base import Peer, WeightSync, WeightSyncError
 from g2rpo_ray.weight_sync.nccl import NcclSync
 from g2rpo_ray.weight_sync.object_store import ObjectStoreSync, StoredWeights
 
@@ -10,7 +10,6 @@ __all__ = [
     "ObjectStoreSync",
     "Peer",
     "StoredWeights",
-    "SyncReport",
     "WeightSync",
     "WeightSyncError",
     "make_weight_sync",

@@ -44,22 +44,13 @@ class WeightSyncError(RunError):
         self.receivers = list(receivers)
 
 
-@dataclass(frozen=True)
-class SyncReport:
-    """What was sent to each receiver."""
-
-    version: int
-    tensors: int
-    bytes: int
-    checksum: str
-
-
 class WeightSync(ABC):
     """A way to bring the learner's weights to the workers."""
 
     @abstractmethod
-    def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> SyncReport:
-        """Send version ``version`` to these workers and verify each one's answer.
+    def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> WeightReceipt:
+        """Send version ``version`` to these workers, verify each one's answer, and return what
+        each of them holds.
 
         They may be others than last time: some died, or one joined and is sent to alone.
 
@@ -70,8 +61,8 @@ class WeightSync(ABC):
 
 def verify(
     expected: WeightReceipt, receivers: Sequence[Peer], answers: Sequence[WeightReceipt]
-) -> SyncReport:
-    """Compare what every receiver holds with what the learner sent.
+) -> WeightReceipt:
+    """Compare what every receiver holds with what the learner sent, and return it.
 
     Args:
         answers: of the receivers, in their order.
@@ -90,4 +81,4 @@ def verify(
             f"{answer} instead of {expected}",
             [receiver for receiver, _ in wrong],
         )
-    return SyncReport(expected.version, expected.tensors, expected.bytes, expected.checksum)
+    return expected

@@ -295,11 +295,8 @@ def give_up(meeting: Meeting) -> None:
 
 
 def _parts(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    position = 0
-    for piece in bucket.pieces:
-        size = piece.stop - piece.start
-        yield piece, buffer[position : position + size]
-        position += size
+    sizes = [piece.stop - piece.start for piece in bucket.pieces]
+    return zip(bucket.pieces, buffer.split(sizes), strict=True)
 
 
 def _process_group(

@@ -7,10 +7,9 @@ from typing import Any
 import ray
 
 from g2rpo_ray.cluster.postmortem import error_of
-from g2rpo_ray.models.weights import TensorLayout, receipt_of
+from g2rpo_ray.models.weights import TensorLayout, WeightReceipt, receipt_of
 from g2rpo_ray.weight_sync.base import (
     Peer,
-    SyncReport,
     WeightSource,
     WeightSync,
     WeightSyncError,
@@ -41,7 +40,7 @@ class NcclSync(WeightSync):
         self._bucket_mib, self._timeout_s = bucket_mib, timeout_s
         self._group: _Group | None = None
 
-    def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> SyncReport:
+    def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> WeightReceipt:
         members = [
             Peer(f"learner rank {rank}", handle)
             for rank, handle in enumerate(learner.weight_senders)
@@ -110,12 +109,12 @@ class NcclSync(WeightSync):
             for number, ref in enumerate(refs)
             if ref in failed or ref in silent
         ]
-        rank = min(cause.rank for cause in causes)
-        roots = [cause for cause in causes if cause.rank == rank]
-        at_fault = {member for cause in roots for member in cause.members}
+        first = min(order for order, _, _ in causes)
+        roots = [(text, places) for order, text, places in causes if order == first]
+        at_fault = sorted({place for _, places in roots for place in places})
         raise WeightSyncError(
-            f"{what} failed: {'; '.join(cause.text for cause in roots)}",
-            [members[m] for m in sorted(at_fault) if m >= meeting.senders],
+            f"{what} failed: {'; '.join(text for text, _ in roots)}",
+            [members[place] for place in at_fault if place >= meeting.senders],
         )
 
 
@@ -136,20 +135,13 @@ def _settle(
     return failed, waiting
 
 
-@dataclass(frozen=True)
-class _Cause:
-    rank: int
-    """0 explains the failure; 1 is of a member that waited in vain, 2 of one told to give up."""
-    text: str
-    members: list[int]
-    """Places of those at fault."""
-
-
-def _cause(member: int, name: str, error: Exception | None) -> _Cause:
+def _cause(member: int, name: str, error: Exception | None) -> tuple[int, str, list[int]]:
+    """How far from the root (0 explains the failure; 1 is of a member that waited in vain, 2 of one
+    told to give up), the cause in words, and the places of those at fault."""
     if error is None:
-        return _Cause(0, f"no answer from {name}", [member])
+        return 0, f"no answer from {name}", [member]
     if isinstance(error, ray.exceptions.RayActorError):
-        return _Cause(0, f"{name} died", [member])
+        return 0, f"{name} died", [member]
     if isinstance(error, WeightGroupError):
-        return _Cause(2 if isinstance(error, GivenUpError) else 1, str(error), error.members)
-    return _Cause(0, f"{name}: {type(error).__name__}: {error}", [member])
+        return 2 if isinstance(error, GivenUpError) else 1, str(error), error.members
+    return 0, f"{name}: {type(error).__name__}: {error}", [member]

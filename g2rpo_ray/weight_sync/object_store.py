@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import ray
 
 from g2rpo_ray.cluster.postmortem import error_of
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.weight_sync.base import (
     Peer,
-    SyncReport,
     WeightSource,
     WeightSync,
     WeightSyncError,
@@ -25,7 +25,7 @@ class StoredWeights:
     weights: ray.ObjectRef
     timeout_s: float
 
-    def send(self, receivers: Sequence[Peer]) -> SyncReport:
+    def send(self, receivers: Sequence[Peer]) -> WeightReceipt:
         """Have the workers fetch them, and verify each one's answer; see ``WeightSync.sync``."""
         version = self.version
         answers = [peer.handle.receive_weights.remote(version, self.weights) for peer in receivers]
@@ -56,6 +56,6 @@ class ObjectStoreSync(WeightSync):
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> SyncReport:
+    def sync(self, learner: WeightSource, receivers: Sequence[Peer], version: int) -> WeightReceipt:
         stored = StoredWeights(version, *learner.export_weight_refs(version), self._timeout_s)
         return stored.send(receivers)

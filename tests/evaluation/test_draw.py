@@ -15,13 +15,14 @@ from g2rpo_ray.evaluation import draw as draw_module
 from g2rpo_ray.evaluation.draw import Drawing, base_weights
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import BASE, EvaluationError, Row, make_rows, parse_weights
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.models.weights import WeightReceipt, load_weights
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.worker import RolloutWorker
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.weight_sync.base import Peer, verify
+from tests.states import write_checkpoint
 from tests.tiny import KnownScores, Redness, encode, tiny_config
 
 STEPS, HYBRID, PICTURES = 4, 0.5, 2

@@ -28,7 +28,6 @@ from g2rpo_ray.learner.checkpoints.files import (
     read_info,
     read_weights,
     weights_checksum,
-    write_checkpoint,
     write_rank,
 )
 from g2rpo_ray.learner.checkpoints.folders import (
@@ -38,8 +37,9 @@ from g2rpo_ray.learner.checkpoints.folders import (
     iteration_of,
     list_checkpoints,
 )
-from g2rpo_ray.learner.checkpoints.parts import StatePart, whole_parts
+from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.worker import Learner
+from tests.states import whole_parts, write_checkpoint
 from tests.tiny import equal_weights, tiny_config
 
 FILES = [WEIGHTS_FILE.format(0), OPTIMIZER_FILE.format(0)]

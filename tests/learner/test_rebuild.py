@@ -26,7 +26,6 @@ from g2rpo_ray.learner.checkpoints.files import (
     CheckpointInfo,
     open_checkpoint,
     read_info,
-    write_checkpoint,
 )
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
 from g2rpo_ray.learner.checkpoints.parts import StatePart
@@ -34,6 +33,7 @@ from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.learner.waiting import GroupsLostError, RankLostError
 from g2rpo_ray.learner.worker import Learner
+from tests.states import write_checkpoint
 from tests.tiny import CAPTIONS, draw_groups, encode, equal_weights, tiny_config
 
 
@@ -113,7 +113,7 @@ def test_a_lost_rank_leaves_the_weights_as_they_would_have_been(
     # From the checkpoint, with only the third made again.
     ray.kill(group.ranks[0])
     assert group.checksum() == expected
-    assert (group.rebuilds, group.version, len(group._updates)) == (2, 3, 1)
+    assert (group.rebuilds, group.version, len(group._since)) == (2, 3, 1)
     assert first.grad_norms != third.grad_norms
     assert all("rebuilding the learner" in line for line in told)
     group.close()
@@ -143,7 +143,7 @@ def test_a_checkpoint_is_of_the_weights_of_then_whatever_comes_while_it_is_writt
     assert (group.saved_unix_s, list_checkpoints(disturbed.parent.parent)) == (None, [])
     ray.kill(group.ranks[0])
     group.finish_save()
-    assert (group.rebuilds, group.version, len(group._updates)) == (1, 2, 1)
+    assert (group.rebuilds, group.version, len(group._since)) == (1, 2, 1)
     assert list(disturbed.parent.iterdir()) == [disturbed]
     assert read_info(disturbed) == info_of(1)
     states = [dict(open_checkpoint(folder)[1]) for folder in (quiet, disturbed)]
@@ -299,22 +299,16 @@ def test_a_rank_that_died_is_named_beside_the_others_failures(
         assert words in str(caught.value)
 
 
-class _Unstarted(LearnerGroup):
-    """A group without processes, which still counts its failures and starts."""
-
-    def _answers(self, refs: list[Any], *_: object) -> list[Any]:
-        return [("address", 1)] * len(refs)
-
-    def _report(self) -> str:
-        return ""
-
-
 def _unstarted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LearnerGroup:
+    """A group without processes, which still counts its failures and starts."""
     rank = SimpleNamespace(__ray_call__=mock.Mock(), start=mock.Mock())
     fake_ray = mock.Mock()
     fake_ray.remote.return_value.options.return_value.remote.return_value = rank
     monkeypatch.setattr(ranks_module, "ray", fake_ray)
-    return _Unstarted(tiny_config(folder / "run"), mock.MagicMock(), None, lambda _: None)
+    answers = [("address", 1)]
+    monkeypatch.setattr(ranks_module, "answers_of", lambda refs, *_: answers * len(refs))
+    monkeypatch.setattr(ranks_module, "report", lambda *_: "")
+    return LearnerGroup(tiny_config(folder / "run"), mock.MagicMock(), None, lambda _: None)
 
 
 def test_a_learner_that_hangs_every_time_is_not_rebuilt_for_ever(

@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(crew_module, "time", clock)
     monkeypatch.setattr(crew_module.ray, "kill", lambda _: None)
-    monkeypatch.setattr(crew_module, "_free_by_node", lambda: "")
+    monkeypatch.setattr(crew_module, "living_nodes", lambda: [])
     return clock
 
 
@@ -77,7 +77,7 @@ def test_a_member_that_loads_while_nobody_looks_is_not_lost(
     crew.tend(clock.now_s)
     assert (crew.losses, told) == (0, [])
     answer(crew, "started", "", clock.now_s - 5 * LIMIT_S)
-    assert crew.ready_count == 1
+    assert len(crew.ready) == 1
 
 
 def test_a_member_that_hangs_is_lost_after_the_time_in_which_it_was_looked_at(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import ray
 
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.crew import NODE_FAILURES, RolloutError, RolloutStartError
 from g2rpo_ray.rollout.pool import POLL_S, RolloutPool
-from g2rpo_ray.weight_sync import Peer, SyncReport, WeightSyncError
+from g2rpo_ray.weight_sync import Peer, WeightSyncError
 from tests.rollout.stub_worker import StubWorker
 from tests.tiny import tiny_config
 
@@ -123,12 +124,12 @@ def test_the_others_do_not_wait_for_a_dead_worker(pools: Pools) -> None:
     assert len(pool.workers) == 1
 
 
-def send(receivers: Sequence[Peer], version: int = 5) -> SyncReport:
+def send(receivers: Sequence[Peer], version: int = 5) -> WeightReceipt:
     answers = ray.get([peer.handle.receive_weights.remote(version) for peer in receivers])
     wrong = [peer for peer, answer in zip(receivers, answers, strict=True) if answer != version]
     if wrong:
         raise WeightSyncError("another checksum", wrong)
-    return SyncReport(version, 1, 1, "")
+    return WeightReceipt(version, 1, 1, "")
 
 
 def test_a_replacement_has_the_current_weights_before_its_first_work(
@@ -156,7 +157,7 @@ def test_a_sync_that_nobody_can_be_blamed_for_stops_the_run(pools: Pools) -> Non
     pool = pools("rollout.workers=1")
     pool.wait_until_ready()
 
-    def fail(_receivers: Sequence[Peer]) -> SyncReport:
+    def fail(_receivers: Sequence[Peer]) -> WeightReceipt:
         raise WeightSyncError("sent no tensor")
 
     with pytest.raises(WeightSyncError, match="sent no tensor"):

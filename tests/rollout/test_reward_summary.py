@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from g2rpo_ray.rollout.reward_summary import RewardSummary, summarise
+from g2rpo_ray.rollout.answers import RewardSummary, summarise
 
 
 def test_what_has_no_score_adds_to_no_sum_and_no_count() -> None:

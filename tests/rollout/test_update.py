@@ -11,7 +11,7 @@ from torch import Tensor
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerError
-from g2rpo_ray.learner.update import Assignment, UpdateReport, update_on_groups
+from g2rpo_ray.learner.update import UpdateReport, update_on_groups
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.sampling.group import RolloutGroup
 from tests.rollout.tiny import ALGORITHMS, PlainEngine, draw_group, tiny_config, tiny_policy
@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 def update(
     engine: PlainEngine, groups: list[RolloutGroup], config: Config, **arguments: Any
 ) -> UpdateReport:
-    assignments = [Assignment(group, 1.0) for group in groups]
     settings = {"prompts": len(groups), "ranks": 1, "device": CPU} | arguments
-    return update_on_groups(engine, assignments, config=config, **settings)  # type: ignore[arg-type]
+    weights = [1.0] * len(groups)
+    return update_on_groups(engine, groups, weights, config=config, **settings)  # type: ignore[arg-type]
 
 
 def gradient_of(config: Config, groups: list[RolloutGroup], policy: Policy | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, LoraSection, save_config
 from g2rpo_ray.evaluation.sample import SampleOptions, sample
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.catalogue import CATALOGUE
@@ -23,9 +23,10 @@ from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.saving import ADAPTER_FILE
 from g2rpo_ray.models.weights import trainable_parameters
-from g2rpo_ray.run.export import ExportError, ExportOptions, Form, export, model_card
+from g2rpo_ray.run.export import ExportError, Form, export, model_card
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.weights import SampleError, trained_kind
+from tests.states import write_checkpoint
 from tests.tiny import CAPTIONS, tiny_config
 
 SEED = 3
@@ -107,7 +108,7 @@ def test_an_exported_adapter_gives_a_plain_pipeline_the_same_picture(
     runs: dict[str, Config], tmp_path: Path
 ) -> None:
     config, folder = runs["lora"], tmp_path / "adapter"
-    assert export(config, ExportOptions(), folder) == "adapter"
+    assert export(config, folder) == "adapter"
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "not to be handed on"
     ours = draw(config, "last", tmp_path / "ours")
     pipeline = base_pipeline()
@@ -123,7 +124,7 @@ def test_an_exported_transformer_gives_a_plain_pipeline_the_same_picture(
     runs: dict[str, Config], tmp_path: Path, kind: str
 ) -> None:
     config, folder = runs[kind], tmp_path / "transformer"
-    form = export(config, ExportOptions(merge=kind == "lora", max_shard_size="2MB"), folder)
+    form = export(config, folder, merge=kind == "lora", max_shard_size="2MB")
     assert form == ("merged" if kind == "lora" else "full")
     assert len(list(folder.glob("diffusion_pytorch_model-*.safetensors"))) > 1
     ours = draw(config, "last", tmp_path / "ours")
@@ -136,7 +137,7 @@ def test_published_weights_are_one_file_without_a_configuration(
     runs: dict[str, Config], tmp_path: Path
 ) -> None:
     config, folder = runs["full"], tmp_path / "published"
-    export(config, ExportOptions(), folder)
+    export(config, folder)
     (folder / "config.json").unlink()
     (folder / "README.md").unlink()
     ours = draw(config, "last", tmp_path / "ours")
@@ -166,7 +167,7 @@ def test_the_moving_average_is_drawn_and_exported(runs: dict[str, Config], tmp_p
     config, folder = runs["full"], tmp_path / "average"
     average = draw(config, "last", tmp_path / "ours", average=True)
     assert not np.array_equal(average, draw(config, "last", tmp_path / "last"))
-    export(config, ExportOptions(average=True), folder)
+    export(config, folder, average=True)
     assert_same_picture(draw(config, str(folder), tmp_path / "exported"), average)
     with pytest.raises(SampleError, match="is no checkpoint of a run"):
         draw(config, str(folder), tmp_path / "other", average=True)
@@ -178,7 +179,7 @@ def test_more_hybrid_steps_than_there_are(runs: dict[str, Config], tmp_path: Pat
 
 
 def test_the_card_names_recipe_data_and_use(runs: dict[str, Config], tmp_path: Path) -> None:
-    export(runs["lora"], ExportOptions(), tmp_path / "adapter")
+    export(runs["lora"], tmp_path / "adapter")
     card = (tmp_path / "adapter" / "README.md").read_text()
     for text in (
         "pipeline.load_lora_weights",
@@ -227,7 +228,7 @@ def test_the_hub_reads_what_kind_of_model_it_is(
 
 def test_the_base_model_is_not_exported(runs: dict[str, Config], tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"--checkpoint base: .*model\.path.* last, best"):
-        export(runs["full"], ExportOptions(checkpoint="base"), tmp_path / "out")
+        export(runs["full"], tmp_path / "out", checkpoint="base")
     assert not (tmp_path / "out").exists()
 
 
@@ -269,7 +270,7 @@ def test_large_pictures_are_drawn_in_tiles(
 def test_a_folder_that_is_there_is_not_touched(runs: dict[str, Config], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(ExportError, match="is there already"):
-        export(runs["full"], ExportOptions(), tmp_path)
+        export(runs["full"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -281,13 +282,13 @@ def test_a_disk_that_fails_leaves_nothing(
 
     monkeypatch.setattr(FluxTransformer2DModel, "save_pretrained", full)
     with pytest.raises(ExportError, match="No space left on device"):
-        export(runs["full"], ExportOptions(), tmp_path / "out")
+        export(runs["full"], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_all_weights_have_nothing_to_merge(runs: dict[str, Config], tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="--merged is for LoRA runs"):
-        export(runs["full"], ExportOptions(merge=True), tmp_path / "out")
+        export(runs["full"], tmp_path / "out", merge=True)
 
 
 def test_an_adapter_for_other_modules_is_named(runs: dict[str, Config], tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def test_an_adapter_for_other_modules_is_named(runs: dict[str, Config], tmp_path
 def test_an_adapter_that_would_bind_in_part_is_refused(
     runs: dict[str, Config], tmp_path: Path, damage: str
 ) -> None:
-    export(runs["lora"], ExportOptions(), tmp_path / "adapter")
+    export(runs["lora"], tmp_path / "adapter")
     file = tmp_path / "adapter" / ADAPTER_FILE
     tensors = load_file(file)
     first = min(tensors)
@@ -328,7 +329,7 @@ def test_damaged_and_foreign_transformers_are_named(
     runs: dict[str, Config], tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
-    export(runs["full"], ExportOptions(max_shard_size="2MB"), folder)
+    export(runs["full"], folder, max_shard_size="2MB")
     shards = sorted(folder.glob("diffusion_pytorch_model-*"))
     whole = shards[0].read_bytes()
     shards[0].write_bytes(whole[:-10])
@@ -354,6 +355,6 @@ def test_checkpoints_of_the_other_kind_do_not_bind(runs: dict[str, Config], tmp_
     for config in (runs["full"], runs["lora"].model_copy(update={"model": other_scale})):
         kinds = rf"'lora rank 4 alpha 10' weights, .* '{trained_kind(config.model)}'"
         with pytest.raises(RunFolderError, match=kinds):
-            export(config, ExportOptions(checkpoint=str(copy)), tmp_path / "out")
+            export(config, tmp_path / "out", checkpoint=str(copy))
         with pytest.raises(RunFolderError, match=kinds):
             draw(config, str(copy), tmp_path / "pictures")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
@@ -27,6 +27,7 @@ from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.scores import save_heldout
 from g2rpo_ray.run.weights import checkpoint_named, trained_kind
 from g2rpo_ray.tracking.report.page import write_report
+from tests.states import write_checkpoint
 from tests.tiny import copy_flux, tiny_config
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from g2rpo_ray.learner.group_training import StepRecord
-from g2rpo_ray.learner.ranks import LearnerUpdate
+from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.maths.objective import PolicyHealth
-from g2rpo_ray.rollout.answers import RolloutSummary
-from g2rpo_ray.rollout.reward_summary import summarise
+from g2rpo_ray.rollout.answers import RolloutSummary, summarise
 from g2rpo_ray.tracking.names import known_name
 from g2rpo_ray.training import collect
 from g2rpo_ray.training.collect import update_metrics
@@ -90,12 +89,12 @@ def record(max_abs_log_ratio: float) -> StepRecord:
 
 def test_an_update_taught_something_if_one_group_was_trained_on() -> None:
     dropped = replace(record(0.1), valid=False)
-    assert LearnerUpdate([dropped, record(0.1)], [1.0], 1e-4).taught
-    assert not LearnerUpdate([dropped, dropped], [0.0], 1e-4).taught
+    assert UpdateReport([dropped, record(0.1)], [1.0], 1e-4).taught
+    assert not UpdateReport([dropped, dropped], [0.0], 1e-4).taught
 
 
 @pytest.mark.parametrize("largest", [[0.1, NAN, 0.2], [NAN, 0.1], [0.1, NAN]])
 def test_a_maximum_over_what_is_no_number_is_none_in_any_order(largest: list[float]) -> None:
-    values = update_metrics(LearnerUpdate([record(x) for x in largest], [1.0], 1e-4))
+    values = update_metrics(UpdateReport([record(x) for x in largest], [1.0], 1e-4))
     assert math.isnan(values["policy/first_max_abs_log_ratio"])
     assert math.isnan(values["policy/max_abs_log_ratio"])

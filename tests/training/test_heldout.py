@@ -25,15 +25,15 @@ import torch
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import (
     delete_old_checkpoints,
     iteration_of,
     list_checkpoints,
 )
-from g2rpo_ray.learner.ranks import LearnerUpdate
-from g2rpo_ray.learner.update import StepRecord
+from g2rpo_ray.learner.update import StepRecord, UpdateReport
 from g2rpo_ray.maths.objective import PolicyHealth
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.answers import HeldoutPictures, RolloutSummary
 from g2rpo_ray.run.folder import open_run
 from g2rpo_ray.run.paths import RunFolderError
@@ -42,7 +42,7 @@ from g2rpo_ray.tracking.metrics import read_metrics
 from g2rpo_ray.training.loop import Drawn, TrainingLoop
 from g2rpo_ray.training.session import Session
 from g2rpo_ray.training.train import iterate
-from g2rpo_ray.weight_sync import SyncReport
+from tests.states import write_checkpoint
 from tests.tiny import tiny_config
 
 OVERRIDES = ["checkpoint.best=oracle", "evaluation.every=1", "checkpoint.every=1",
@@ -93,10 +93,10 @@ class FakeLearner:
         self.version = version
         self.write: Callable[[], None] = lambda: None
 
-    def update(self, _groups: object) -> LearnerUpdate:
+    def update(self, _groups: object) -> UpdateReport:
         self.version += 1
         health = PolicyHealth(1.0, 0.0, 0.0, 0.0, 0.0)
-        return LearnerUpdate([StepRecord(0, 0, 0, 0.0, health, 0.0, True, 0, 0.0, 0.0)], [1.0], 0.1)
+        return UpdateReport([StepRecord(0, 0, 0, 0.0, health, 0.0, True, 0, 0.0, 0.0)], [1.0], 0.1)
 
     def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int]) -> None:
         def write() -> None:
@@ -187,13 +187,13 @@ class Run:
         learner = FakeLearner(opened.info.weight_version)
 
         def weights_of_now(_timeout_s: float) -> Any:
-            report = SyncReport(learner.version, 1, 1, "")
+            report = WeightReceipt(learner.version, 1, 1, "")
             return SimpleNamespace(send=lambda _workers: report)
 
-        def sync() -> SyncReport:
+        def sync() -> WeightReceipt:
             if not self.beside:
                 self.pool.version = learner.version
-            return SyncReport(learner.version, 1, 1, "")
+            return WeightReceipt(learner.version, 1, 1, "")
 
         roles: Any = SimpleNamespace(
             pool=self.pool,

@@ -14,15 +14,16 @@ from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.group_training import StepRecord
-from g2rpo_ray.learner.ranks import GroupsLostError, LearnerUpdate
+from g2rpo_ray.learner.ranks import GroupsLostError
+from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.maths.objective import PolicyHealth
+from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run.folder import Run
 from g2rpo_ray.training.loop import Drawn
 from g2rpo_ray.training.one_step_off import OneStepOffLoop
 from g2rpo_ray.training.session import Session
 from g2rpo_ray.training.train import train_iteration
-from g2rpo_ray.weight_sync import SyncReport
 from tests.tiny import tiny_config
 
 HEALTH = PolicyHealth(1.0, 0.0, 0.0, 0.0, 0.0)
@@ -69,7 +70,7 @@ class FakeRoles:
         summary = RolloutSummary(0, self.workers_version, 1, 1, {}, {}, [], [], 0.0, [])
         return [summary] * len(prompts), [f"groups {iteration}"] * len(prompts)
 
-    def update(self, groups: list[str]) -> LearnerUpdate:
+    def update(self, groups: list[str]) -> UpdateReport:
         assert self.may_learn.wait(60), "too few iterations are drawn ahead"
         if self.lose_once:
             self.lose_once = False
@@ -77,11 +78,11 @@ class FakeRoles:
         self.version += 1
         self.diary.append(f"learn {groups[0]}")
         record = StepRecord(0, 0, 0, 0.0, HEALTH, 0.0, True, 0, 0.0, 0.0)
-        return LearnerUpdate([record], [1.0], 1e-4)
+        return UpdateReport([record], [1.0], 1e-4)
 
-    def sync(self) -> SyncReport:
+    def sync(self) -> WeightReceipt:
         self.workers_version = self.version
-        return SyncReport(self.version, 1, 1, "")
+        return WeightReceipt(self.version, 1, 1, "")
 
 
 def loop_of(tmp_path: Path, roles: FakeRoles, *overrides: str) -> OneStepOffLoop:

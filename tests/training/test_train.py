@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from g2rpo_ray.cluster.demand import ClusterError
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, write_checkpoint
+from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.run.folder import open_run
 from g2rpo_ray.run.weights import trained_kind
 from g2rpo_ray.training import train as train_module
+from tests.states import write_checkpoint
 from tests.tiny import tiny_config
 
 ROOM = Path(train_module.__file__).parent

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.weights import WeightReceipt, receipt
-from g2rpo_ray.weight_sync import ObjectStoreSync, Peer, SyncReport, WeightSyncError
+from g2rpo_ray.weight_sync import ObjectStoreSync, Peer, WeightSyncError
 from g2rpo_ray.weight_sync.base import verify
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
@@ -47,7 +47,7 @@ class Sender:
         return ray.put(receipt(version, self.weights)), ray.put(self.weights)
 
 
-Sync = Callable[..., SyncReport]
+Sync = Callable[..., WeightReceipt]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def sync(ray_cluster: None) -> Iterator[Sync]:  # noqa: ARG001
 
     def send(
         behaviour: str, weights: dict[str, Tensor] = WEIGHTS, timeout_s: float = 60
-    ) -> SyncReport:
+    ) -> WeightReceipt:
         ray.get([workers[0].behave.remote("well"), workers[1].behave.remote(behaviour)])
         receivers = [Peer(f"worker {number}", worker) for number, worker in enumerate(workers)]
         return ObjectStoreSync(timeout_s).sync(Sender(weights), receivers, 3)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def sync(ray_cluster: None) -> Iterator[Sync]:  # noqa: ARG001
 
 
 def test_every_receiver_holds_what_was_sent(sync: Sync) -> None:
-    assert sync("well") == SyncReport(3, 2, 40, SENT.checksum)
+    assert sync("well") == WeightReceipt(3, 2, 40, SENT.checksum)
 
 
 def test_a_receiver_with_other_weights_is_named(sync: Sync) -> None:

@@ -33,7 +33,6 @@ from g2rpo_ray.learner.checkpoints.parts import (
     StatePart,
     StateReader,
     equals_file,
-    whole_parts,
     write_parts,
 )
 
@@ -65,17 +64,6 @@ class CheckpointInfo:
     """SDE steps of the iteration to come: where a sliding window stands."""
     base: str = ""
     """Fingerprint of the base model's weights that training began with; empty: not known."""
-
-
-def write_checkpoint(folder: Path, info: CheckpointInfo, state: Mapping[str, Tensor]) -> None:
-    """Write a whole state from one process, replacing nothing on failure.
-
-    Raises:
-        CheckpointError: the disk is full or read-only, or what was read back differs.
-    """
-    prepare_checkpoint(folder)
-    write_rank(folder, 0, whole_parts(state))
-    commit_checkpoint(folder, info, ranks=1, timeout_s=0.0)
 
 
 def prepare_checkpoint(folder: Path) -> None:

@@ -36,11 +36,10 @@ def delete_old_checkpoints(
     Raises:
         CheckpointError: one cannot be deleted.
     """
-    _delete([folder for folder in list_checkpoints(run_dir) if folder > newest])
     checkpoints = list_checkpoints(run_dir)
-    also = [checkpoint_folder(run_dir, iteration) for iteration in keep_also]
-    kept = [*checkpoints[-keep_last:], *also]
-    _delete([folder for folder in checkpoints if folder not in kept])
+    until_now = [folder for folder in checkpoints if folder <= newest]
+    kept = {*until_now[-keep_last:], *(checkpoint_folder(run_dir, n) for n in keep_also)}
+    _delete([folder for folder in checkpoints if folder > newest or folder not in kept])
     _delete(list_checkpoints(run_dir / SNAPSHOTS))
     shutil.rmtree(run_dir / SNAPSHOTS, ignore_errors=True)
 

@@ -35,11 +35,6 @@ class StatePart:
     """float32, flat, on the CPU."""
 
 
-def whole_parts(state: Mapping[str, Tensor]) -> list[StatePart]:
-    """A state that one rank holds completely."""
-    return [StatePart(key, tuple(t.shape), 0, t.flatten()) for key, t in state.items()]
-
-
 def write_parts(path: Path, parts: Sequence[StatePart]) -> None:
     """One file, without a second copy of the tensors in memory."""
     places = {part.key: [part.start, list(part.shape)] for part in parts}
@@ -55,13 +50,6 @@ def equals_file(path: Path, parts: Sequence[StatePart]) -> bool:
         )
 
 
-@dataclass(frozen=True)
-class _FilePart:
-    file: safe_open
-    start: int
-    length: int
-
-
 class StateReader(Mapping[str, Tensor]):
     """The tensors of all files by key; only what is asked for is read."""
 
@@ -71,18 +59,19 @@ class StateReader(Mapping[str, Tensor]):
             CheckpointError: the files do not make up whole tensors.
         """
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._places: dict[str, list[_FilePart]] = {}
+        self._places: dict[str, list[tuple[int, int, safe_open]]] = {}
+        """Key -> where each part starts, its length, and its file."""
         for path in paths:
             file = safe_open(path, framework="pt")
             for key, (start, shape) in json.loads(file.metadata()[PLACES]).items():
                 length = file.get_slice(key).get_shape()[0]
                 self._shapes[key] = tuple(shape)
-                self._places.setdefault(key, []).append(_FilePart(file, start, length))
+                self._places.setdefault(key, []).append((start, length, file))
         for key, places in self._places.items():
-            places.sort(key=lambda place: place.start)
+            places.sort(key=lambda place: place[0])
             end = 0
-            for place in places:
-                end = end + place.length if place.start == end else -1
+            for start, length, _ in places:
+                end = end + length if start == end else -1
             if end != math.prod(self._shapes[key]):
                 folder = paths[0].parent
                 raise CheckpointError(f"{folder}: the files hold only parts of {key}")
@@ -94,11 +83,10 @@ class StateReader(Mapping[str, Tensor]):
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """float32 ``[stop - start]``: elements of the flattened tensor."""
         pieces = []
-        for place in self._places[key]:
-            first, last = max(start, place.start), min(stop, place.start + place.length)
+        for begin, length, file in self._places[key]:
+            first, last = max(start, begin), min(stop, begin + length)
             if first < last:
-                part = place.file.get_slice(key)
-                pieces.append(part[first - place.start : last - place.start])
+                pieces.append(file.get_slice(key)[first - begin : last - begin])
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def __getitem__(self, key: str) -> Tensor:

@@ -51,7 +51,7 @@ def rollout_worker(config: Config) -> Found:
     def look(worker: Any) -> Found:
         return found(worker.device, *(p.device for p in worker.policy.parameters()))
 
-    handle = hire_actor(config)(())
+    handle = hire_actor(config, ())
     ray.get(handle.start.remote(config, Redness(["red"]), 0))
     return ray.get(handle.__ray_call__.remote(look))
 
