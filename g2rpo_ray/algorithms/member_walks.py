@@ -15,9 +15,10 @@ class MemberWalksStrategy(Strategy):
     """Walks M members through stochastic and ODE steps; the pictures reward all trained steps."""
 
     @property
-    @abstractmethod
     def shared_initial_noise(self) -> bool:
         """Whether the members of a group start from the same noise."""
+        shared: bool = getattr(self.config, self.config.algorithm).shared_initial_noise
+        return shared
 
     @abstractmethod
     def sde_steps(self, iteration: int) -> Sequence[int]:
@@ -42,7 +43,7 @@ class MemberWalksStrategy(Strategy):
             )
             for k in self.sde_steps(iteration)
         }
-        walks = sampler.member_walks(
+        walks = sampler.walk(
             key.member_noise(shape, members, self.shared_initial_noise).to(device),
             self.indices(iteration),
             injected,
