@@ -1,7 +1,7 @@
 """Flow-GRPO and DanceGRPO: every step but the last is stochastic (arXiv 2505.05470, 2505.07818)."""
 
 from g2rpo_ray.algorithms.member_walks import MemberWalksStrategy
-from g2rpo_ray.config import FlowGrpoSection
+from g2rpo_ray.config.sampling import FlowGrpoSection
 from g2rpo_ray.maths.step_choice import random_steps
 
 

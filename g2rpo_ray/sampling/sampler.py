@@ -22,15 +22,6 @@ from g2rpo_ray.sampling.evaluator import Evaluator
 
 
 @dataclass(frozen=True)
-class InjectedStep:
-    """A stochastic step of a walk, with its noise."""
-
-    step: SdeStep
-    noise: Tensor
-    """float32 ``[M, tokens, channels]``."""
-
-
-@dataclass(frozen=True)
 class Trajectory:
     """Walks of B latents along the schedule."""
 
@@ -100,7 +91,7 @@ class Sampler:
         self,
         start: Tensor,
         indices: Sequence[int],
-        injected: Mapping[int, InjectedStep],
+        injected: Mapping[int, tuple[SdeStep, Tensor]],
         kept: Collection[int],
         embeds: Conditioning,
         second_order_from: int | None = None,
@@ -112,7 +103,8 @@ class Sampler:
         Args:
             start: float32 ``[B, tokens, channels]``; B is 1 or M where noise is injected.
             indices: schedule indices to visit, ascending.
-            injected: stochastic steps by schedule index.
+            injected: stochastic steps by schedule index, each with its noise, float32
+                ``[M, tokens, channels]``.
             kept: indices whose latents and velocities are returned, all of the same B.
             second_order_from: schedule index from which on the ODE is solved by DPM-Solver++.
         """
@@ -120,15 +112,15 @@ class Sampler:
         previous: tuple[Tensor, float] | None = None
         for index, next_index in pairwise(indices):
             if index in injected:
-                x = x.expand_as(injected[index].noise)
+                step, noise = injected[index]
+                x = x.expand_as(noise)
             v = self._velocity(self.exact, x, [index] * len(x), embeds)
             if index in kept:
                 latents.append(x)
                 velocities.append(v)
             sigma, sigma_next = float(self.sigmas[index]), float(self.sigmas[next_index])
             if index in injected:
-                step = injected[index].step
-                x = step.sample(step.mean(x, v), injected[index].noise)
+                x = step.sample(step.mean(x, v), noise)
             elif second_order_from is not None and index >= second_order_from:
                 x0 = predict_x0(x, v, sigma)
                 x = dpm_solver_step(x, x0, sigma, sigma_next, previous)
