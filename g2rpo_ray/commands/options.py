@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def add_config(
-    parser: argparse.ArgumentParser,
-    words: str = "YAML file, see configs/",
-    nargs: str | None = None,
-) -> None:
-    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=words)
+def add_config(parser: argparse.ArgumentParser, words: str = "YAML file, see configs/") -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, help=words)
 
 
 def add_run(parser: argparse.ArgumentParser, names: str, others: str) -> None:
