@@ -16,7 +16,7 @@ class MemberWalksStrategy(Strategy):
 
     @property
     def shared_initial_noise(self) -> bool:
-        """Whether the members of a group start from the same noise."""
+        """Whether the members start from the same noise: a setting of each such algorithm."""
         return getattr(self.config, self.config.algorithm).shared_initial_noise
 
     @abstractmethod
