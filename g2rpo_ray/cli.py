@@ -8,21 +8,11 @@ from collections.abc import Sequence
 
 from g2rpo_ray import __version__
 from g2rpo_ray.commands import doctor, download, embed, evaluate, export, plan, sample, train
-from g2rpo_ray.commands.options import add_overrides
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.stop import StopRequested
 
-COMMANDS = {
-    "train": train,
-    "sample": sample,
-    "export": export,
-    "evaluate": evaluate,
-    "download": download,
-    "embed": embed,
-    "plan": plan,
-    "doctor": doctor,
-}
-"""By name, in the order of ``g2rpo --help``; ``commands/options.py`` says what a module has."""
+COMMANDS = (train, sample, export, evaluate, download, embed, plan, doctor)
+"""In the order of ``g2rpo --help``; ``commands/options.py`` says what a module has."""
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 EXIT_INTERRUPTED = 130
@@ -36,15 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         return options.run(options) or EXIT_DONE
-    except InputError as error:
-        return _report(error, EXIT_BAD_INPUT)
-    except RunError as error:
-        return _report(error, EXIT_FAILED)
-    except OSError as error:
+    except (InputError, RunError, OSError) as error:
         # Any file of a command may be the one that meets a full or read-only disk.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        full = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        if isinstance(error, OSError) and error.errno not in full:
             raise
-        return _report(error, EXIT_FAILED)
+        # The text of an error from a Ray task has the remote traceback; its cause is what helps.
+        print(f"g2rpo: {getattr(error, 'cause', error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_FAILED
     except StopRequested as request:
         return EXIT_INTERRUPTED if request.signal_number == signal.SIGINT else EXIT_REQUEUE
     except KeyboardInterrupt:
@@ -58,10 +47,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP)
+    for module in COMMANDS:
+        command = commands.add_parser(module.__name__.rpartition(".")[2], help=module.HELP)
         module.add_options(command)
-        add_overrides(command)
+        command.add_argument(
+            "overrides",
+            nargs="*",
+            default=[],  # without it, argparse's messages call them required
+            metavar="key.sub=value",
+            help="settings that replace the file's",
+        )
         command.set_defaults(run=module.run)
     # argparse takes overrides in one place only; people write them before and after options.
     options, rest = parser.parse_known_args(arguments)
@@ -70,12 +65,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.overrides += rest
     return options
-
-
-def _report(error: Exception, code: int) -> int:
-    # An error from a Ray task carries the remote traceback in its text; the cause is what helps.
-    print(f"g2rpo: {getattr(error, 'cause', error)}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -33,12 +33,13 @@ from torch import Tensor
 
 import measuring
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import LearnerSection, LoraSection
+from g2rpo_ray.config import LoraSection
+from g2rpo_ray.config.learner import LearnerSection
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import Family
 from g2rpo_ray.models.flux1.family import Flux1
 from g2rpo_ray.models.flux1.published import FLUX1_DEV
-from g2rpo_ray.models.kernels import compile_decoder, compile_evaluations
+from g2rpo_ray.models.kernels import compile_blocks, compile_decoder
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import on_meta
 from g2rpo_ray.models.lora import add_lora
@@ -134,7 +135,7 @@ class Bench:
         """Velocity predictions as the rollout makes them."""
         policy = self.policy()
         if name == "evaluation_compiled":
-            compile_evaluations(policy, cache=None)
+            compile_blocks(policy, cache=None, trained=False)
         for batch in self.batches:
             yield name, self.measure(batch, self.evaluation_tflop(), self.call(policy, batch))
 

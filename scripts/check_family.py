@@ -78,7 +78,7 @@ def by_us(family: Family, folder: Path, options: argparse.Namespace, noise: Tens
     sampler = Sampler(Evaluator(policy, 1), family.schedule(options.steps, shape))
     trajectory = sampler.trajectory(noise, encoder.encode(options.prompt))
     decoder = PictureDecoder(family, load_part(model, "vae", torch.float32), shape, 1)
-    return list(trajectory.latents), decoder.decode(trajectory.x0).float()
+    return [*trajectory.latents, trajectory.x0], decoder.decode(trajectory.x0).float()
 
 
 def _needed(family: Family) -> dict[str, Any]:

@@ -172,7 +172,8 @@ def whole_rollout(golden: Golden) -> Errors:
     )
 
     anchor = sampler.trajectory(numbers["initial_noise"], embeds)
-    yield relative_error(anchor.latents.transpose(0, 1), numbers["anchor_latents"])
+    visited = torch.cat([anchor.latents, anchor.x0[None]])
+    yield relative_error(visited.transpose(0, 1), numbers["anchor_latents"])
     yield relative_error(anchor.x0, numbers["anchor_x0"])
 
     branches, log_probs = [], []

@@ -17,44 +17,31 @@ class G2rpoStrategy(Strategy):
         return list(self.config.g2rpo.sde_steps)
 
     def draw(self, sampler: Sampler, embeds: Conditioning, key: GroupKey, iteration: int) -> Draw:
-        sampling, recipe = self.config.sampling, self.config.g2rpo
-        device = embeds.device
-        shape = sampler.shape.packed
-
+        sampling, recipe, device = self.config.sampling, self.config.g2rpo, embeds.device
+        shape, trained = sampler.shape.packed, self.trained_steps(iteration)
         anchor = sampler.trajectory(key.initial_noise(shape)[None].to(device), embeds)
-        latents, velocities, steps, branches = [], [], [], []
-        trained = self.trained_steps(iteration)
-        for k in trained:
-            step = SdeStep.at(sampler.sigmas, k, sampling.sde, sampling.eta)
-            x, v = anchor.latents[k], anchor.velocities[k]
+        steps = [SdeStep.at(sampler.sigmas, k, sampling.sde, sampling.eta) for k in trained]
+        branches = []
+        for k, step in zip(trained, steps, strict=True):
             noise = key.branch_noise(shape, k, sampling.members).to(device)
-            branches.append(step.sample(step.mean(x, v), noise))
-            latents.append(x)
-            velocities.append(v)
-            steps.append(step)
-
+            mean = step.mean(anchor.latents[k], anchor.velocities[k])
+            branches.append(step.sample(mean, noise))
+        thin = self.config.rollout.thin_completions
         completions = sampler.completions(
-            torch.stack(branches),
-            trained,
-            recipe.granularities,
-            embeds,
-            self.config.rollout.thin_completions,
+            torch.stack(branches), trained, recipe.granularities, embeds, thin
         )
         return Draw(
             sde_steps=steps,
             step_indices=trained,
-            latents=torch.stack(latents),
-            velocities=torch.stack(velocities),
+            latents=anchor.latents[trained],
+            velocities=anchor.velocities[trained],
             granularities=len(recipe.granularities),
             finished=(([position], x0) for position, x0 in completions),
         )
 
     def counts(self, iteration: int) -> RolloutCounts:  # noqa: ARG002
-        recipe = self.config.g2rpo
+        sampling, recipe = self.config.sampling, self.config.g2rpo
+        thin = self.config.rollout.thin_completions
         return count_g2rpo(
-            self.config.sampling.steps,
-            recipe.sde_steps,
-            recipe.granularities,
-            self.config.sampling.members,
-            self.config.rollout.thin_completions,
+            sampling.steps, recipe.sde_steps, recipe.granularities, sampling.members, thin
         )

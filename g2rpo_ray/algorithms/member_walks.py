@@ -8,16 +8,16 @@ from g2rpo_ray.maths.granularity import RolloutCounts, count_walks
 from g2rpo_ray.maths.sde import SdeStep
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.sampling.group import GroupKey
-from g2rpo_ray.sampling.sampler import InjectedStep, Sampler
+from g2rpo_ray.sampling.sampler import Sampler
 
 
 class MemberWalksStrategy(Strategy):
     """Walks M members through stochastic and ODE steps; the pictures reward all trained steps."""
 
     @property
-    @abstractmethod
     def shared_initial_noise(self) -> bool:
-        """Whether the members of a group start from the same noise."""
+        """Whether the members start from the same noise: a setting of each such algorithm."""
+        return getattr(self.config, self.config.algorithm).shared_initial_noise
 
     @abstractmethod
     def sde_steps(self, iteration: int) -> Sequence[int]:
@@ -36,13 +36,13 @@ class MemberWalksStrategy(Strategy):
         shape, members = sampler.shape.packed, sampling.members
         trained = self.trained_steps(iteration)
         injected = {
-            k: InjectedStep(
+            k: (
                 SdeStep.at(sampler.sigmas, k, sampling.sde, sampling.eta),
                 key.branch_noise(shape, k, members).to(device),
             )
             for k in self.sde_steps(iteration)
         }
-        walks = sampler.member_walks(
+        walks = sampler.walk(
             key.member_noise(shape, members, self.shared_initial_noise).to(device),
             self.indices(iteration),
             injected,
@@ -51,7 +51,7 @@ class MemberWalksStrategy(Strategy):
             self.second_order_from(iteration),
         )
         return Draw(
-            sde_steps=[injected[k].step for k in trained],
+            sde_steps=[injected[k][0] for k in trained],
             step_indices=trained,
             latents=walks.latents,
             velocities=walks.velocities,

@@ -10,10 +10,6 @@ from g2rpo_ray.maths.step_choice import place_at, random_place, window_stays
 class MixGrpoStrategy(MemberWalksStrategy):
     """The window's steps are the trained ones; its place is a function of the iteration."""
 
-    @property
-    def shared_initial_noise(self) -> bool:
-        return self.config.mix_grpo.shared_initial_noise
-
     def sde_steps(self, iteration: int) -> range:
         place = self._place(iteration)
         return range(place, place + self.config.mix_grpo.window)

@@ -15,7 +15,7 @@ from g2rpo_ray.cluster.demand import ClusterError
 from g2rpo_ray.cluster.placement import POLL_S
 from g2rpo_ray.common.device import HIDE_CARDS
 from g2rpo_ray.common.secrets import looks_secret
-from g2rpo_ray.config import ClusterSection
+from g2rpo_ray.config.operation import ClusterSection
 
 # Workers get only these and `cluster.environment`: a whole environment in runtime_env breaks Ray's
 # agent, and Ray shows runtime environments in its dashboard and logs.

@@ -3,13 +3,13 @@
 import argparse
 from pathlib import Path
 
-from g2rpo_ray.commands.options import add_config, read_config, write_json
+from g2rpo_ray.commands.options import read_config, write_json
 
 HELP = "what is wrong with the cluster; exit code 0 OK, 1 WARN, 2 FAIL"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_config(parser, "YAML file of a run", nargs="?")
+    parser.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="YAML file of a run")
     parser.add_argument("--json", type=Path, help="write the findings here, too")
 
 

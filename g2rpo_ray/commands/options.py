@@ -1,4 +1,4 @@
-"""What several commands take: a configuration, a run, overrides, numbers; no heavy library.
+"""What several commands take: a configuration, a run, numbers; no heavy library.
 
 A command's module has ``HELP``, ``add_options(parser)`` and ``run(options)``, which returns an exit
 code or None. All modules are imported whenever ``g2rpo`` starts: heavy imports stand in ``run``.
@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def add_config(
-    parser: argparse.ArgumentParser,
-    words: str = "YAML file, see configs/",
-    nargs: str | None = None,
-) -> None:
-    parser.add_argument("config", metavar="CONFIG", type=Path, nargs=nargs, help=words)
+def add_config(parser: argparse.ArgumentParser, words: str = "YAML file, see configs/") -> None:
+    parser.add_argument("config", metavar="CONFIG", type=Path, help=words)
 
 
 def add_run(parser: argparse.ArgumentParser, names: str, others: str) -> None:
@@ -45,16 +41,6 @@ def add_run(parser: argparse.ArgumentParser, names: str, others: str) -> None:
         "--average",
         action="store_true",
         help="of a checkpoint: the weights' moving average (learner.ema_decay)",
-    )
-
-
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],  # without it, argparse's messages call them required
-        metavar="key.sub=value",
-        help="settings that replace the file's",
     )
 
 

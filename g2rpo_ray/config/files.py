@@ -59,19 +59,14 @@ class _YamlLoader(yaml.SafeLoader):
     """YAML 1.2 numbers (``1e-4`` is one), and a doubled key is an error instead of the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        seen, problem = set(), ""
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    "a key must be plain text; is this a template that was not filled in?",
-                    key_node.start_mark,
-                )
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key_node.value!r} stands here twice", key_node.start_mark
-                )
+                problem = "a key must be plain text; is this a template that was not filled in?"
+            elif key_node.value in seen:
+                problem = f"key {key_node.value!r} stands here twice"
+            if problem:
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 

@@ -6,10 +6,14 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from g2rpo_ray.common.section import LARGEST_SHARED, Section
-from g2rpo_ray.config.cluster import ClusterSection
 from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
 from g2rpo_ray.config.model import ModelSection, PromptsSection
-from g2rpo_ray.config.operation import CheckpointSection, EvaluationSection, TrackingSection
+from g2rpo_ray.config.operation import (
+    CheckpointSection,
+    ClusterSection,
+    EvaluationSection,
+    TrackingSection,
+)
 from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RolloutSection
 from g2rpo_ray.config.sampling import (
     DanceGrpoSection,
@@ -84,7 +88,12 @@ class Config(Section):
         self._check_transport()
         self._check_passes()
         self._check_estimates()
-        self._check_names()
+        for name in self.rewards:
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+                raise ValueError(
+                    f"rewards.{name}: a reward's name may hold a-z, 0-9 and _, and starts with a "
+                    "letter (it becomes a metric's name)"
+                )
         return self
 
     def _check_pipeline(self) -> None:
@@ -124,11 +133,11 @@ class Config(Section):
             raise ValueError(
                 f"checkpoint.best is {best!r}; rewards are {', '.join(sorted(self.rewards))}"
             )
-        if self.evaluation.every == 0 or self.evaluation.every % self.checkpoint.every:
+        if evaluation.every == 0 or evaluation.every % self.checkpoint.every:
             raise ValueError(
                 f"checkpoint.best is set, checkpoint.every is {self.checkpoint.every} and "
-                f"evaluation.every is {self.evaluation.every}; every evaluation needs a "
-                "checkpoint: make evaluation.every a multiple of checkpoint.every"
+                f"evaluation.every is {evaluation.every}; every evaluation needs a checkpoint: "
+                "make evaluation.every a multiple of checkpoint.every"
             )
 
     @property
@@ -144,17 +153,14 @@ class Config(Section):
     def _check_transport(self) -> None:
         if self.weight_sync.transport != "nccl":
             return
-        shares = {
-            "rollout.gpus_per_worker": self.rollout.gpus_per_worker,
-            "learner.gpus_per_rank": self.learner.gpus_per_rank,
-        }
-        values = " and ".join(f"{key} is {share:g}" for key, share in shares.items())
-        if any(0 < share <= LARGEST_SHARED for share in shares.values()):
+        worker, rank = self.rollout.gpus_per_worker, self.learner.gpus_per_rank
+        values = f"rollout.gpus_per_worker is {worker:g} and learner.gpus_per_rank is {rank:g}"
+        if any(0 < share <= LARGEST_SHARED for share in (worker, rank)):
             raise ValueError(
                 f"weight_sync.transport is nccl, {values}: NCCL takes no two members on one card; "
                 "use transport: object_store, or more than half a GPU for every worker and rank"
             )
-        if min(shares.values()) == 0 < max(shares.values()):
+        if (worker == 0) != (rank == 0):
             raise ValueError(
                 f"weight_sync.transport is nccl, {values}: 0 is the CPU, and no process group "
                 "joins a CPU with cards; use transport: object_store, or cards for both or neither"
@@ -168,11 +174,12 @@ class Config(Section):
             "last step must be deterministic)"
         )
         if self.algorithm == "g2rpo":
-            _require_unique("g2rpo.sde_steps", self.g2rpo.sde_steps)
-            _require_unique("g2rpo.granularities", self.g2rpo.granularities)
-            for granularity in self.g2rpo.granularities:
-                if granularity < 1:
-                    raise ValueError(f"g2rpo.granularities has {granularity}; allowed: 1 or more")
+            for key in ("sde_steps", "granularities"):
+                values = getattr(self.g2rpo, key)
+                if len(set(values)) != len(values):
+                    raise ValueError(f"g2rpo.{key} is {values}; a value stands there twice")
+            if (smallest := min(self.g2rpo.granularities)) < 1:
+                raise ValueError(f"g2rpo.granularities has {smallest}; allowed: 1 or more")
             for k in self.g2rpo.sde_steps:
                 if not 0 <= k <= steps - 2:
                     raise ValueError(f"g2rpo.sde_steps has {k}; {allowed}")
@@ -218,16 +225,3 @@ class Config(Section):
                 f"rollout.thin_completions is true and g2rpo.granularities is {granularities}; it "
                 "changes granularity 1 alone"
             )
-
-    def _check_names(self) -> None:
-        for name in self.rewards:
-            if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-                raise ValueError(
-                    f"rewards.{name}: a reward's name may hold a-z, 0-9 and _, and starts with a "
-                    "letter (it becomes a metric's name)"
-                )
-
-
-def _require_unique(key: str, values: list[int]) -> None:
-    if len(set(values)) != len(values):
-        raise ValueError(f"{key} is {values}; a value stands there twice")

@@ -6,7 +6,8 @@ import ray
 
 from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import ClusterError, living_nodes
-from g2rpo_ray.config import ClusterSection, Config
+from g2rpo_ray.config import Config
+from g2rpo_ray.config.operation import ClusterSection
 from g2rpo_ray.doctor.checks.clock import check_clock
 from g2rpo_ray.doctor.checks.hardware import check_hardware
 from g2rpo_ray.doctor.checks.limits import check_limits

@@ -19,7 +19,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor, nn
 
 from g2rpo_ray.common.errors import RunError
-from g2rpo_ray.config import LearnerSection
+from g2rpo_ray.config.learner import LearnerSection
 from g2rpo_ray.learner.checkpoints.parts import StatePart, StateReader
 from g2rpo_ray.learner.state import MOMENTS, MasterState, load_whole_weights
 from g2rpo_ray.models.kernels import COMPILE_ERRORS

@@ -48,14 +48,10 @@ def place_at(iteration: int, places: Sequence[int], stays: Sequence[int], roll_b
 
 def random_place(run_seed: int, iteration: int, places: Sequence[int]) -> int:
     """A place drawn anew for every iteration."""
-    return _generator(run_seed, iteration, "window").choice(places)
+    return random.Random(seed_of(run_seed, iteration, "window")).choice(places)
 
 
 def random_steps(run_seed: int, iteration: int, steps: int, fraction: float) -> list[int]:
     """A random share of the steps 0 .. ``steps`` - 1, at least one, in ascending order."""
-    count = max(1, round(fraction * steps))
-    return sorted(_generator(run_seed, iteration, "trained steps").sample(range(steps), count))
-
-
-def _generator(run_seed: int, iteration: int, purpose: str) -> random.Random:
-    return random.Random(seed_of(run_seed, iteration, purpose))
+    generator = random.Random(seed_of(run_seed, iteration, "trained steps"))
+    return sorted(generator.sample(range(steps), max(1, round(fraction * steps))))

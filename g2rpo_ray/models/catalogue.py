@@ -128,7 +128,8 @@ def targets_of(config: Config, also: Sequence[str] = ()) -> list[Target]:
     for setting, value in named:
         path = resolve_path(value)
         targets.setdefault(path, Target(setting, path, CATALOGUE.get(path.name)))
-    return [target for target in targets.values() if not _ships(target)]
+    shipped = resolve_path("tiny_world:")
+    return [target for target in targets.values() if not target.path.is_relative_to(shipped)]
 
 
 def reward_paths(config: Config) -> Iterator[tuple[str, str]]:
@@ -138,23 +139,16 @@ def reward_paths(config: Config) -> Iterator[tuple[str, str]]:
             if not isinstance(value, str):
                 continue
             path = value.removeprefix("local-dir:")
-            if _behind_http(reward.kind):
+            if issubclass(SCORERS[reward.kind].Options, EndpointOptions):
                 # A model's name with the endpoint, or words for a judge, may look like paths.
                 is_path = option == "ca_file"
             else:
                 # An architecture's or module's name is no path.
-                is_path = path != value or Path(path).name in CATALOGUE or _looks_like_path(path)
+                looks_like_one = "/" in path or path.endswith((".pt", ".pth", ".safetensors"))
+                is_path = (
+                    path != value
+                    or Path(path).name in CATALOGUE
+                    or (looks_like_one and "://" not in path)
+                )
             if is_path:
                 yield f"rewards.{name}.options.{option}", path
-
-
-def _behind_http(kind: str) -> bool:
-    return kind in SCORERS and issubclass(SCORERS[kind].Options, EndpointOptions)
-
-
-def _looks_like_path(value: str) -> bool:
-    return "://" not in value and ("/" in value or value.endswith((".pt", ".pth", ".safetensors")))
-
-
-def _ships(target: Target) -> bool:
-    return target.path.is_relative_to(resolve_path("tiny_world:"))

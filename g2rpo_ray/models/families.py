@@ -47,17 +47,12 @@ def open_family(folder: Path) -> Family:
                 f"{index_file}: part '{part}' is a {found or 'missing entry'}; the {part} of a "
                 f"{name} is a {expected}"
             )
-    files = {part: folder / part / "config.json" for part in ("transformer", "vae")}
-    files["scheduler"] = folder / "scheduler" / "scheduler_config.json"
-    files["call"] = folder / "call.json"
-    family = cls(
-        {"model_index": index}
-        | {
-            name: read_json_object(file, ModelFolderError)
-            for name, file in files.items()
-            if file.is_file()
-        }
-    )
+    configs = {"model_index": index}
+    for name in ("transformer/config", "vae/config", "scheduler/scheduler_config", "call"):
+        file = folder / f"{name}.json"
+        if file.is_file():
+            configs[name.partition("/")[0]] = read_json_object(file, ModelFolderError)
+    family = cls(configs)
     if problem := family.problem(folder):
         raise ModelFolderError(problem)
     return family

@@ -132,8 +132,7 @@ class Family(ABC):
 
     def width(self, transformer: Any) -> int:
         """Channels of the hidden states."""
-        width: int = transformer.config.num_attention_heads * transformer.config.attention_head_dim
-        return width
+        return transformer.config.num_attention_heads * transformer.config.attention_head_dim
 
     def tokens(self, latents: LatentShape, length: int) -> int:
         """Tokens of picture and text that the blocks see."""

@@ -64,7 +64,7 @@ class Float8Linear(nn.Module):
         self.register_buffer("weight", torch.empty_like(base.weight, dtype=FLOAT8))
         self.register_buffer("scale", torch.empty(1, len(base.weight), device=base.weight.device))
         # In a tuple, so that the exact layer is no part of this one.
-        self._source = (source,)
+        self._source: tuple[Any] = (source,)
         self.refresh()
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class Float8Linear(nn.Module):
         (source,) = self._source
         weight = _base_layer(source).weight.float()
         for adapter in getattr(source, "active_adapters", []):
-            weight = weight + _lora_delta(source, adapter)
+            weight = weight + source.get_delta_weight(adapter).float()
         rounded, scale = to_float8(weight)
         self.weight.copy_(rounded)
         self.scale.copy_(scale.T)
@@ -137,11 +137,6 @@ def _products(block: nn.Module) -> list[tuple[str, nn.Module]]:
         if not inside and (isinstance(module, nn.Linear) or hasattr(module, "base_layer")):
             linear.append((name, module))
     return linear
-
-
-def _lora_delta(source: Any, adapter: str) -> Tensor:
-    delta: Tensor = source.get_delta_weight(adapter)
-    return delta.float()
 
 
 def _base_layer(source: nn.Module) -> Any:

@@ -48,25 +48,21 @@ def choose_attention(transformer: Any, backend: str) -> None:
         ) from error
 
 
-def compile_blocks(policy: Policy, cache: Path | None) -> None:
+def compile_blocks(policy: Policy, cache: Path | None, *, trained: bool = True) -> None:
     """Compile the repeated blocks when they are first called, for each shape of its own.
 
     Args:
         cache: folder of compiled code, shared by workers and runs; none is PyTorch's, one for each
             user and node.
+        trained: a network that is not gets the family's own kernels on a card, which have no
+            backward pass.
     """
+    if not trained and policy.transformer.device.type == "cuda":
+        policy.family.fuse(policy.transformer)
     if cache is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     for _, block in policy.blocks():
         block.compile(fullgraph=True, dynamic=False)
-
-
-def compile_evaluations(policy: Policy, cache: Path | None) -> None:
-    """As :func:`compile_blocks`, for a network that is not trained: on a card with the family's own
-    kernels, which have no backward pass."""
-    if policy.transformer.device.type == "cuda":
-        policy.family.fuse(policy.transformer)
-    compile_blocks(policy, cache)
 
 
 def compile_decoder(decoder: nn.Module) -> None:

@@ -59,17 +59,15 @@ def load_part(
     folder = resolve_path(model.path) / part
     cls = _class_of(family, part)
     is_network = not part.startswith("tokenizer")
-    # Without use_safetensors the libraries would fall back to pickled weights.
-    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
+    options: dict[str, Any] = {"local_files_only": True}
+    if is_network:
+        # Without use_safetensors the libraries would fall back to pickled weights.
+        options |= {"use_safetensors": True, "output_loading_info": True, "torch_dtype": dtype}
     if part.startswith("text_encoder"):
         # transformers' own error names no tensor; ours, made from the same finding, does.
         options["ignore_mismatched_sizes"] = True
     try:
-        loaded = cls.from_pretrained(
-            folder,
-            local_files_only=True,
-            **(options | {"torch_dtype": dtype} if is_network else {}),
-        )
+        loaded = cls.from_pretrained(folder, **options)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelFolderError(f"{folder}: cannot be loaded as {cls.__name__}: {error}") from error
     if not is_network:
@@ -105,22 +103,16 @@ def _random_network(network: Any, dtype: torch.dtype, device: torch.device | str
 
 def _check_tensors(folder: Path, model: str, info: dict[str, Any]) -> None:
     # The libraries only warn, and go on with random numbers in place of what does not fit.
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelFolderError(
-            f"{folder}: the weight files lack {len(missing)} tensors of {model}, first "
-            f"{', '.join(missing[:3])}; the folder is incomplete or of another model"
-        )
-    reshaped = sorted(name for name, *_ in info["mismatched_keys"])
-    if reshaped:
-        raise ModelFolderError(
-            f"{folder}: the weight files hold {len(reshaped)} tensors of other shapes than "
-            f"{model} with this config.json has, first {', '.join(reshaped[:3])}"
-        )
+    reshaped = [name for name, *_ in info["mismatched_keys"]]
     # Buffers of old checkpoints, which today's classes make themselves.
-    unused = sorted(name for name in info["unexpected_keys"] if not name.endswith("position_ids"))
-    if unused:
-        raise ModelFolderError(
-            f"{folder}: the weight files hold {len(unused)} tensors that {model} with this "
-            f"config.json has no place for, first {', '.join(unused[:3])}"
-        )
+    unused = [name for name in info["unexpected_keys"] if not name.endswith("position_ids")]
+    for names, verb, problem in (
+        (info["missing_keys"], "lack", f"of {model}: the folder is incomplete or of another model"),
+        (reshaped, "hold", f"of other shapes than {model} with this config.json has"),
+        (unused, "hold", f"that {model} with this config.json has no place for"),
+    ):
+        if names:
+            raise ModelFolderError(
+                f"{folder}: the weight files {verb} {len(names)} tensors {problem}; first "
+                f"{', '.join(sorted(names)[:3])}"
+            )

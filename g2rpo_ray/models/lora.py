@@ -64,17 +64,13 @@ def choose_trained(transformer: torch.nn.Module, modules: list[str] | None) -> N
 
 def coverage(transformer: torch.nn.Module) -> str:
     """One line that says what is trained: modules, tensors and parameters."""
-    trained = {n: p for n, p in transformer.named_parameters() if p.requires_grad}
-    total = sum(_size(p) for p in transformer.parameters())
-    count = sum(_size(p) for p in trained.values())
+    named = dict(transformer.named_parameters())
+    # Under ZeRO-3 a parameter is empty between uses, and DeepSpeed keeps its size beside it.
+    sizes = {name: getattr(p, "ds_numel", p.numel()) for name, p in named.items()}
+    trained = [name for name, parameter in named.items() if parameter.requires_grad]
+    total, count = sum(sizes.values()), sum(sizes[name] for name in trained)
     modules = {n.partition(".lora_")[0] if ".lora_" in n else n.rpartition(".")[0] for n in trained}
     return f"{count:,} of {total:,} parameters in {len(trained)} tensors of {len(modules)} modules"
-
-
-def _size(parameter: torch.nn.Parameter) -> int:
-    # Under ZeRO-3 a parameter is empty between uses, and DeepSpeed keeps its size beside it.
-    size: int = getattr(parameter, "ds_numel", parameter.numel())
-    return size
 
 
 def _matches(name: str, target: str) -> bool:

@@ -1,6 +1,5 @@
 """Transformers and adapters in diffusers' file formats: written, compared, and read back in."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.config import LoraSection
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.lora import ADAPTER
@@ -29,11 +29,10 @@ def adapter_tensors(weights: Mapping[str, Tensor], lora: LoraSection) -> dict[st
         weights: float32, by their names in the policy.
     """
     scale = lora.alpha / lora.rank
-    named = {}
-    for name, tensor in weights.items():
-        short = name.replace(f".{ADAPTER}.weight", ".weight")
-        named[short] = tensor * scale if name.endswith(_B) else tensor.clone()
-    return named
+    return {
+        name.replace(f".{ADAPTER}.weight", ".weight"): t * scale if name.endswith(_B) else t.clone()
+        for name, t in weights.items()
+    }
 
 
 @torch.no_grad()
@@ -82,7 +81,10 @@ def transformer_files(path: Path) -> list[Path]:
         files = sorted(folder.glob(TRANSFORMER_FILES))
         index = folder / "diffusion_pytorch_model.safetensors.index.json"
         if index.is_file():
-            wanted = {folder / name for name in _weight_map(index).values()}
+            weight_map = read_json_object(index, ModelFolderError).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ModelFolderError(f"{index}: not an index of weights, it has no weight_map")
+            wanted = {folder / name for name in weight_map.values()}
             if missing := sorted(wanted - set(files)):
                 raise ModelFolderError(f"{missing[0]}: missing; {index.name} names it")
             files = sorted(wanted)
@@ -100,13 +102,9 @@ def load_transformer_weights(transformer: Any, path: Path) -> None:
     """
     files = transformer_files(path)
     places = dict(transformer.state_dict(keep_vars=True))
-    shapes = {name: shape for file in files for name, shape in _shapes(file)}
-    wrong = sorted(
-        name
-        for name in shapes.keys() | places.keys()
-        if name not in shapes or name not in places or shapes[name] != tuple(places[name].shape)
-    )
-    if wrong:
+    wanted = {(name, tuple(place.shape)) for name, place in places.items()}
+    found = {named_shape for file in files for named_shape in _shapes(file)}
+    if wrong := sorted({name for name, _ in wanted ^ found}):
         raise ModelFolderError(
             f"{path}: {len(wrong)} tensors are missing, unknown or of another shape than in the "
             f"model of model.path, first {', '.join(wrong[:3])}"
@@ -191,11 +189,3 @@ def open_weights(file: Path) -> safe_open:
         raise ModelFolderError(f"{file}: no such file") from None
     except (OSError, SafetensorError) as error:
         raise ModelFolderError(f"{file}: cut short or no safetensors file: {error}") from error
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelFolderError(f"{index}: not readable as an index of weights: {error}") from error
-    return weight_map

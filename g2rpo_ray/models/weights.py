@@ -198,8 +198,7 @@ def word_sums(tensors: Iterable[Tensor]) -> list[int]:
         for start in range(0, len(places), together):
             some = places[start : start + together]
             sums[some] = _sums_of([words[place] for place in some])
-    found: list[int] = sums.tolist()
-    return found
+    return sums.tolist()
 
 
 def _words(tensor: Tensor) -> Tensor:

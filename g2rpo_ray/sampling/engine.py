@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import Config, SamplingSection
+from g2rpo_ray.config import Config
 from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES
+from g2rpo_ray.config.sampling import SamplingSection
 from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.models.batches import BatchSize, largest_batch, name_memory
 from g2rpo_ray.models.conditioning import Conditioning
@@ -16,8 +17,8 @@ from g2rpo_ray.models.fp8 import Float8Twin, check_float8
 from g2rpo_ray.models.kernels import (
     COMPILE_ERRORS,
     choose_attention,
+    compile_blocks,
     compile_decoder,
-    compile_evaluations,
     undo_compilation,
 )
 from g2rpo_ray.models.loading import DTYPES, load_part
@@ -50,32 +51,30 @@ class RolloutEngine:
         self.warnings: list[str] = []
         """What happened since somebody emptied this list."""
         settings, on_gpu = config.rollout, device.type == "cuda"
+        self._dtype = DTYPES[config.model.dtype]
         if settings.fp8:
-            check_float8(device, DTYPES[config.model.dtype])
+            check_float8(device, self._dtype)
         with name_memory("a rollout worker's networks"):
             self.policy = load_policy(config, device)
-            vae = load_part(config.model, "vae", DTYPES[config.model.dtype], device)
+            vae = load_part(config.model, "vae", self._dtype, device)
             if attention := settings.attention or ("cudnn" if on_gpu else None):
                 choose_attention(self.policy.transformer, attention)
             self._twin = Float8Twin(self.policy) if settings.fp8 else None
+        self._policies = [self.policy] if self._twin is None else [self.policy, self._twin.policy]
         compiled = on_gpu if settings.compile is None else settings.compile
+        warn, longer_side = self.warnings.append, max(config.sampling.height, config.sampling.width)
         self.decoder = PictureDecoder(
             self.policy.family,
             vae,
             self.policy.shape,
-            BatchSize(
-                settings.decode_batch_size, "rollout.decode_batch_size", self.warnings.append
-            ),
-            tiled=max(config.sampling.height, config.sampling.width)
-            > settings.decode_tile_above_px,
+            BatchSize(settings.decode_batch_size, "rollout.decode_batch_size", warn),
+            tiled=longer_side > settings.decode_tile_above_px,
             fixed_shapes=compiled,
         )
         # Only now is everything on the device that a batch has to fit beside.
-        batch = BatchSize(self._batch_size(), "rollout.batch_size", self.warnings.append)
-        self.exact = Evaluator(self.policy, batch, fixed_shapes=compiled)
-        self.estimate = self.exact
-        if self._twin is not None:
-            self.estimate = Evaluator(self._twin.policy, batch, fixed_shapes=compiled)
+        batch = BatchSize(self._batch_size(), "rollout.batch_size", warn)
+        self._evaluators = [Evaluator(p, batch, fixed_shapes=compiled) for p in self._policies]
+        self.exact, self.estimate = self._evaluators[0], self._evaluators[-1]
         if compiled:
             compiled = self._compile()
         self.description = (
@@ -87,8 +86,7 @@ class RolloutEngine:
     @property
     def evaluations(self) -> int:
         """Velocities computed so far, by whichever policy."""
-        twin = 0 if self._twin is None else self.estimate.evaluations
-        return self.exact.evaluations + twin
+        return sum(evaluate.evaluations for evaluate in self._evaluators)
 
     @property
     def batch_size(self) -> int:
@@ -109,21 +107,18 @@ class RolloutEngine:
         settings = self.config.rollout
         if settings.batch_size != "auto" or self.device.type != "cuda":
             return settings.planned_batch_size
-        policies = [self.policy] if self._twin is None else [self.policy, self._twin.policy]
         return largest_batch(
             AUTO_BATCH_SIZES,
-            lambda rows: [self._evaluate(policy, rows) for policy in policies],
+            lambda rows: [self._evaluate(policy, rows) for policy in self._policies],
             "rollout.batch_size",
         )
 
     def _compile(self) -> bool:
         """Compile and meet every shape once; whether it worked."""
-        cache = self.config.rollout.compile_cache
-        policies = [self.policy]
-        if self._twin is not None:
-            policies.append(self._twin.policy)
-        for policy in policies:
-            compile_evaluations(policy, Path(cache).expanduser() if cache else None)
+        folder = self.config.rollout.compile_cache
+        cache = Path(folder).expanduser() if folder else None
+        for policy in self._policies:
+            compile_blocks(policy, cache, trained=False)
         compile_decoder(self.decoder.vae.decoder)
         try:
             self._meet_all_shapes()
@@ -133,7 +128,7 @@ class RolloutEngine:
                 f"torch.compile failed and the rollout goes on without it, slower ({reason}); "
                 "rollout.compile=false silences this"
             )
-            for network in (*policies, self.decoder.vae.decoder):
+            for network in (*self._policies, self.decoder.vae.decoder):
                 undo_compilation(network)
             self._meet_all_shapes()
             return False
@@ -145,9 +140,8 @@ class RolloutEngine:
         while met != self.batch_size:
             # Again where the batch was halved meanwhile: both are to meet its new shape.
             met = self.batch_size
-            self._evaluate(self.exact, met)
-            if self._twin is not None:
-                self._evaluate(self.estimate, met)
+            for evaluate in self._evaluators:
+                self._evaluate(evaluate, met)
         self.decoder.decode(torch.zeros(1, *self.policy.shape.packed, device=self.device))
 
     @torch.no_grad()
@@ -155,11 +149,7 @@ class RolloutEngine:
         self, evaluate: Callable[[Tensor, Tensor, Conditioning], Tensor], rows: int
     ) -> Tensor:
         policy, device = self.policy, self.policy.transformer.device
-        embeds = policy.family.blank(
-            policy.transformer,
-            self.config.prompts.max_sequence_length,
-            DTYPES[self.config.model.dtype],
-            device,
-        )
+        length = self.config.prompts.max_sequence_length
+        embeds = policy.family.blank(policy.transformer, length, self._dtype, device)
         latents = torch.zeros(rows, *policy.shape.packed, device=device)
         return evaluate(latents, torch.full((rows,), 0.5, device=device), embeds)

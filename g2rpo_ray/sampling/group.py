@@ -29,11 +29,8 @@ class GroupKey:
 
     def branch_noise(self, shape: tuple[int, int], sde_step: int, members: int) -> Tensor:
         """float32 ``[members, tokens, channels]``: what the stochastic step injects."""
-        draws = (
-            noise.normal(shape, self.run_seed, self.group_id, "branch", sde_step, member)
-            for member in range(members)
-        )
-        return torch.stack(list(draws))
+        named = (self.run_seed, self.group_id, "branch", sde_step)
+        return torch.stack([noise.normal(shape, *named, member) for member in range(members)])
 
 
 @dataclass(frozen=True)

@@ -23,38 +23,14 @@ from g2rpo_ray.sampling.evaluator import Evaluator
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Deterministic walks from noise to pictures."""
+    """Walks of B latents along the schedule."""
 
     latents: Tensor
-    """float32 ``[T + 1, B, tokens, channels]``: x_0 .. x_T by schedule index."""
+    """float32 ``[K, B, tokens, channels]``: x_k at the steps that were kept, ascending."""
     velocities: Tensor
-    """float32 ``[T, B, tokens, channels]``."""
-
-    @property
-    def x0(self) -> Tensor:
-        """float32 ``[B, tokens, channels]``: the clean latents at the end."""
-        return self.latents[-1]
-
-
-@dataclass(frozen=True)
-class InjectedStep:
-    """A stochastic step of a walk, with its noise."""
-
-    step: SdeStep
-    noise: Tensor
-    """float32 ``[M, tokens, channels]``."""
-
-
-@dataclass(frozen=True)
-class MemberWalks:
-    """Walks of all members from noise to pictures, each on its own trajectory."""
-
-    latents: Tensor
-    """float32 ``[K, M, tokens, channels]``: x_k at the steps that were asked for, ascending."""
-    velocities: Tensor
-    """float32 ``[K, M, tokens, channels]``."""
+    """float32 ``[K, B, tokens, channels]``."""
     x0: Tensor
-    """float32 ``[M, tokens, channels]``: the clean latents at the end."""
+    """float32 ``[B, tokens, channels]``: the latents at the end."""
 
 
 @dataclass(order=True)
@@ -98,65 +74,60 @@ class Sampler:
     def shape(self) -> LatentShape:
         return self.exact.policy.shape
 
-    @torch.no_grad()
     def trajectory(
         self, start: Tensor, embeds: Conditioning, first: int = 0, last: int | None = None
     ) -> Trajectory:
-        """Walk the schedule, or a part of it, by ODE.
+        """Walk the schedule, or a part of it, by ODE, and keep every step.
 
         Args:
             start: float32 ``[B, tokens, channels]``: noise, or the latents at ``first``.
             first, last: schedule indices to walk between; the whole schedule by default.
         """
-        x, latents, velocities = start, [start], []
-        for index in range(first, self.steps if last is None else last):
-            v = self._velocity(self.exact, x, [index] * len(x), embeds)
-            x = euler_step(x, v, float(self.sigmas[index]), float(self.sigmas[index + 1]))
-            velocities.append(v)
-            latents.append(x)
-        return Trajectory(torch.stack(latents), torch.stack(velocities))
+        indices = range(first, (self.steps if last is None else last) + 1)
+        return self.walk(start, indices, {}, indices, embeds)
 
     @torch.no_grad()
-    def member_walks(
+    def walk(
         self,
-        noise: Tensor,
+        start: Tensor,
         indices: Sequence[int],
-        injected: Mapping[int, InjectedStep],
+        injected: Mapping[int, tuple[SdeStep, Tensor]],
         kept: Collection[int],
         embeds: Conditioning,
         second_order_from: int | None = None,
-    ) -> MemberWalks:
-        """Walk every member along the schedule, stochastic where noise is injected, else by ODE.
+    ) -> Trajectory:
+        """Walk latents along the schedule, stochastic where noise is injected, else by ODE.
 
         Members that start from one noise are one latent up to the first stochastic step.
 
         Args:
-            noise: float32 ``[1 or M, tokens, channels]``, at sigma 1.
-            indices: schedule indices to visit, ascending, the last one T.
-            injected: stochastic steps by schedule index, at least one.
-            kept: those of them whose latents and velocities are returned.
+            start: float32 ``[B, tokens, channels]``; B is 1 or M where noise is injected.
+            indices: schedule indices to visit, ascending.
+            injected: stochastic steps by schedule index, each with its noise, float32
+                ``[M, tokens, channels]``.
+            kept: indices whose latents and velocities are returned, all of the same B.
             second_order_from: schedule index from which on the ODE is solved by DPM-Solver++.
         """
-        x, latents, velocities = noise, [], []
+        x, latents, velocities = start, [], []
         previous: tuple[Tensor, float] | None = None
         for index, next_index in pairwise(indices):
             if index in injected:
-                x = x.expand_as(injected[index].noise)
+                step, noise = injected[index]
+                x = x.expand_as(noise)
             v = self._velocity(self.exact, x, [index] * len(x), embeds)
             if index in kept:
                 latents.append(x)
                 velocities.append(v)
             sigma, sigma_next = float(self.sigmas[index]), float(self.sigmas[next_index])
             if index in injected:
-                step = injected[index].step
-                x = step.sample(step.mean(x, v), injected[index].noise)
+                x = step.sample(step.mean(x, v), noise)
             elif second_order_from is not None and index >= second_order_from:
                 x0 = predict_x0(x, v, sigma)
                 x = dpm_solver_step(x, x0, sigma, sigma_next, previous)
                 previous = (x0, sigma)
             else:
                 x = euler_step(x, v, sigma, sigma_next)
-        return MemberWalks(torch.stack(latents), torch.stack(velocities), x)
+        return Trajectory(torch.stack(latents), torch.stack(velocities), x)
 
     @torch.no_grad()
     def completions(

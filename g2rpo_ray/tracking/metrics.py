@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from g2rpo_ray.config import TrackingSection
+from g2rpo_ray.config.operation import TrackingSection
 from g2rpo_ray.tracking.endpoint import RayEndpoint
 from g2rpo_ray.tracking.names import TrackingError, known_name
 from g2rpo_ray.tracking.sinks import JsonLines, Sink, TensorBoard, WeightsAndBiases, read_lines

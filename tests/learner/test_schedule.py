@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from g2rpo_ray.common.section import ConfigError
-from g2rpo_ray.config import LearnerSection
+from g2rpo_ray.config.learner import LearnerSection
 from g2rpo_ray.learner.engine import learning_rate_of
 from tests.tiny import tiny_config
 

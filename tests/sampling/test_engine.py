@@ -83,7 +83,7 @@ def test_memory_that_ends_again_is_an_error_that_names_the_setting(most: int, ba
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's path for compiled code, without the time that compiling takes."""
-    monkeypatch.setattr(f"{ENGINE}.compile_evaluations", lambda *_: None)
+    monkeypatch.setattr(f"{ENGINE}.compile_blocks", lambda *_, **__: None)
     monkeypatch.setattr(f"{ENGINE}.compile_decoder", lambda *_: None)
 
 

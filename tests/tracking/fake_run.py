@@ -8,7 +8,7 @@ import numpy as np
 import yaml
 from PIL import Image, ImageDraw
 
-from g2rpo_ray.config import TrackingSection
+from g2rpo_ray.config.operation import TrackingSection
 from g2rpo_ray.tracking.metrics import MetricsLog
 
 PROMPTS = [

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from g2rpo_ray.config import TrackingSection
+from g2rpo_ray.config.operation import TrackingSection
 from g2rpo_ray.tracking.metrics import MetricsLog, read_metrics
 from g2rpo_ray.tracking.names import METRICS, TrackingError, known_name
 from g2rpo_ray.tracking.sinks import JsonLines

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from g2rpo_ray.config import TrackingSection
+from g2rpo_ray.config.operation import TrackingSection
 from g2rpo_ray.tracking.metrics import MetricsLog
 from g2rpo_ray.tracking.report.charts import Scale, Series, line_chart, stacked_bars
 from g2rpo_ray.tracking.report.page import write_report

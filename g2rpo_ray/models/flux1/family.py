@@ -112,8 +112,7 @@ class Flux1(Family):
         unpacked = tokens.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, 2 * height, 2 * width)
         unpacked = unpacked / vae.config.scaling_factor + vae.config.shift_factor
         unpacked = unpacked.to(vae.dtype).contiguous(memory_format=torch.channels_last)
-        picture: Tensor = vae.decode(unpacked, return_dict=False)[0]
-        return picture
+        return vae.decode(unpacked, return_dict=False)[0]
 
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")
@@ -126,8 +125,7 @@ class Flux1(Family):
 
     @property
     def _vae_channels(self) -> int:
-        channels: int = self.configs["vae"].get("latent_channels", 4)
-        return channels
+        return self.configs["vae"].get("latent_channels", 4)
 
 
 # Ids are cached, and are no buffers: a cast of the module to bfloat16 must not round positions.

@@ -66,10 +66,9 @@ class FusedAttnProcessor(FluxAttnProcessor):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         if not torch.compiler.is_compiling() or image_rotary_emb is None:
-            answer: Tensor | tuple[Tensor, Tensor] = super().__call__(
+            return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
-            return answer
         return self.fused(
             attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
         )
