@@ -33,8 +33,8 @@ import torch
 
 import measuring
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.learner.worker import Learner
 from g2rpo_ray.plan.memory import LEARNER_FORWARDS, learner_pass_name
 from g2rpo_ray.plan.networks import policy_size

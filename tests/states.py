@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from g2rpo_ray.learner.checkpoints.files import (
+from g2rpo_ray.learner.checkpoints.format import (
     CheckpointInfo,
     commit_checkpoint,
     prepare_checkpoint,

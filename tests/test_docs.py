@@ -13,7 +13,7 @@ from g2rpo_ray import cli
 from g2rpo_ray.config import load_config
 from g2rpo_ray.models.catalogue import CATALOGUE
 from g2rpo_ray.prompts.dataset import check_apart
-from g2rpo_ray.prompts.sources import read_prompts
+from g2rpo_ray.prompts.reading import read_prompts
 from g2rpo_ray.rewards.registry import SCORERS
 
 PROJECT = Path(__file__).parents[1]

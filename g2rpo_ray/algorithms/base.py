@@ -1,4 +1,4 @@
-"""What a strategy gives: the trained stochastic steps, and pictures to score for them."""
+"""What a algorithm gives: the trained stochastic steps, and pictures to score for them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from g2rpo_ray.sampling.sampler import Sampler
 
 @dataclass(frozen=True)
 class Draw:
-    """One prompt drawn by a strategy; see RolloutGroup for the meaning of the dimensions."""
+    """One prompt drawn by a algorithm; see RolloutGroup for the meaning of the dimensions."""
 
     sde_steps: list[SdeStep]
     """K trained stochastic steps."""
@@ -33,7 +33,7 @@ class Draw:
     x_0 float32 ``[granularities, M, tokens, channels]``); together they cover every position."""
 
 
-class Strategy(ABC):
+class Algorithm(ABC):
     """An algorithm's way to draw; stateless, so that any worker can do any prompt."""
 
     def __init__(self, config: Config) -> None:

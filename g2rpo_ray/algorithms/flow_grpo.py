@@ -1,11 +1,11 @@
 """Flow-GRPO and DanceGRPO: every step but the last is stochastic (arXiv 2505.05470, 2505.07818)."""
 
-from g2rpo_ray.algorithms.member_walks import MemberWalksStrategy
+from g2rpo_ray.algorithms.member_walks import MemberWalks
 from g2rpo_ray.config.sampling import FlowGrpoSection
 from g2rpo_ray.maths.step_choice import random_steps
 
 
-class FlowGrpoStrategy(MemberWalksStrategy):
+class FlowGrpo(MemberWalks):
     """All steps stochastic; which of them are trained is a setting of the algorithm's section."""
 
     def sde_steps(self, iteration: int) -> range:  # noqa: ARG002

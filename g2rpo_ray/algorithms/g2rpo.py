@@ -2,7 +2,7 @@
 
 import torch
 
-from g2rpo_ray.algorithms.base import Draw, Strategy
+from g2rpo_ray.algorithms.base import Algorithm, Draw
 from g2rpo_ray.maths.granularity import RolloutCounts, count_g2rpo
 from g2rpo_ray.maths.sde import SdeStep
 from g2rpo_ray.models.conditioning import Conditioning
@@ -10,7 +10,7 @@ from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.sampling.sampler import Sampler
 
 
-class G2rpoStrategy(Strategy):
+class G2rpo(Algorithm):
     """One anchor for the prompt; M branches from each SDE step, which share its latents."""
 
     def trained_steps(self, iteration: int) -> list[int]:  # noqa: ARG002

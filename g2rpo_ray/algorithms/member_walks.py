@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from g2rpo_ray.algorithms.base import Draw, Strategy
+from g2rpo_ray.algorithms.base import Algorithm, Draw
 from g2rpo_ray.maths.granularity import RolloutCounts, count_walks
 from g2rpo_ray.maths.sde import SdeStep
 from g2rpo_ray.models.conditioning import Conditioning
@@ -11,7 +11,7 @@ from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.sampling.sampler import Sampler
 
 
-class MemberWalksStrategy(Strategy):
+class MemberWalks(Algorithm):
     """Walks M members through stochastic and ODE steps; the pictures reward all trained steps."""
 
     @property

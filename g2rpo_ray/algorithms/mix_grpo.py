@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from g2rpo_ray.algorithms.member_walks import MemberWalksStrategy
+from g2rpo_ray.algorithms.member_walks import MemberWalks
 from g2rpo_ray.maths.granularity import compressed_indices
 from g2rpo_ray.maths.step_choice import place_at, random_place, window_stays
 
 
-class MixGrpoStrategy(MemberWalksStrategy):
+class MixGrpo(MemberWalks):
     """The window's steps are the trained ones; its place is a function of the iteration."""
 
     def sde_steps(self, iteration: int) -> range:

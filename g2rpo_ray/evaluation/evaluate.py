@@ -19,7 +19,7 @@ from g2rpo_ray.evaluation.table import (
     table_parts,
     write_table_parquet,
 )
-from g2rpo_ray.learner.checkpoints.files import weights_checksum
+from g2rpo_ray.learner.checkpoints.format import weights_checksum
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.prompts.dataset import evenly, read_config_prompts
 from g2rpo_ray.rewards.section import RewardSection

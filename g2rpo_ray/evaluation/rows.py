@@ -9,8 +9,8 @@ from pathlib import Path
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.run.weights import checkpoint_named, read_fitting_info
 
 BASE = "base"

@@ -17,7 +17,7 @@ from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.cluster.deadlines import LearnedDeadline
 from g2rpo_ray.cluster.postmortem import Place, own_place, report
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, is_checkpoint_of
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, is_checkpoint_of
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.learner.waiting import GRACE_S, GroupsLostError, RankLostError, answers_of

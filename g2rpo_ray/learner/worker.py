@@ -12,7 +12,8 @@ import torch
 from g2rpo_ray.common.device import keep_to_share, role_device
 from g2rpo_ray.common.logs import log_as, log_context, logged
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.files import (
+from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, SNAPSHOTS_KEPT, delete_old_checkpoints
+from g2rpo_ray.learner.checkpoints.format import (
     CheckpointError,
     CheckpointInfo,
     commit_checkpoint,
@@ -20,7 +21,6 @@ from g2rpo_ray.learner.checkpoints.files import (
     prepare_checkpoint,
     write_rank,
 )
-from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, SNAPSHOTS_KEPT, delete_old_checkpoints
 from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
 from g2rpo_ray.learner.update import UpdateReport, assign, update_on_groups

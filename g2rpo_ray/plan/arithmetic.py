@@ -1,6 +1,6 @@
 """The arithmetic of an iteration, printed before anything starts."""
 
-from g2rpo_ray.algorithms import make_strategy
+from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import RolloutCounts
 
@@ -18,11 +18,11 @@ def describe(config: Config) -> str:
 def arithmetic(config: Config) -> dict[str, str]:
     """What the first iteration makes, and the whole run, in numbers."""
     sampling, prompts = config.sampling, config.sampling.prompts_per_iteration
-    strategy = make_strategy(config)
-    counts = strategy.counts(0)
+    algorithm = make_algorithm(config)
+    counts = algorithm.counts(0)
     # Not iterations times the first one: a window that moves changes what a prompt costs.
     run_evaluations = prompts * sum(
-        strategy.counts(iteration).evaluations for iteration in range(config.iterations)
+        algorithm.counts(iteration).evaluations for iteration in range(config.iterations)
     )
     rewards = ", ".join(
         f"{name} (weight {reward.weight:g})" if reward.weight else f"{name} (evaluated only)"
@@ -33,7 +33,7 @@ def arithmetic(config: Config) -> dict[str, str]:
         f"eta {sampling.eta:g}, {sampling.width}x{sampling.height}",
         "rewards": rewards,
         "prompts": f"{prompts} an iteration, {prompts * config.iterations} in all",
-        "trained steps": ", ".join(map(str, strategy.trained_steps(0))),
+        "trained steps": ", ".join(map(str, algorithm.trained_steps(0))),
         "groups": f"{prompts * counts.groups} of {sampling.members} members",
         "pictures": f"{prompts * counts.pictures} decoded and scored",
         "evaluations": f"{prompts * counts.evaluations} ({counts.evaluations} a prompt), "

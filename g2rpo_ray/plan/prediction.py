@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeVar
 
-from g2rpo_ray.algorithms import make_strategy
-from g2rpo_ray.algorithms.member_walks import MemberWalksStrategy
+from g2rpo_ray.algorithms import make_algorithm
+from g2rpo_ray.algorithms.member_walks import MemberWalks
 from g2rpo_ray.common.section import LARGEST_SHARED
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import RolloutCounts
@@ -109,15 +109,15 @@ class Predictor:
     @cached_property
     def work(self) -> PromptWork:
         """Of a prompt of the first iteration."""
-        strategy = make_strategy(self.config)
-        counts = strategy.counts(0)
+        algorithm = make_algorithm(self.config)
+        counts = algorithm.counts(0)
         batch, members = self.config.rollout.planned_batch_size, self.config.sampling.members
-        if isinstance(strategy, MemberWalksStrategy):
+        if isinstance(algorithm, MemberWalks):
             # All members walk in step; before the first stochastic step they may be one latent.
             batches = math.ceil(members / batch)
-            visited = list(strategy.indices(0))
-            shared = strategy.shared_initial_noise
-            alike = visited.index(strategy.sde_steps(0)[0]) if shared else 0
+            visited = list(algorithm.indices(0))
+            shared = algorithm.shared_initial_noise
+            alike = visited.index(algorithm.sde_steps(0)[0]) if shared else 0
             passes = alike + batches * (len(visited) - 1 - alike)
             return PromptWork(counts, passes, 1, counts.groups * batches, min(batch, members))
         # The anchor alone, then one queue of completions in full batches.

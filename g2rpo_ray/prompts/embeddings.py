@@ -24,7 +24,7 @@ from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.fingerprint import folder_fingerprint
-from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, PromptFileError
+from g2rpo_ray.prompts.reading import MANIFEST, PROMPTS_FILE, PromptFileError
 
 FORMAT = "g2rpo embeddings 1"
 LENGTH = ".length"

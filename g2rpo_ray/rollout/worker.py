@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from g2rpo_ray.algorithms import Draw, make_strategy
+from g2rpo_ray.algorithms import Draw, make_algorithm
 from g2rpo_ray.common.device import keep_to_share, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.config import Config
@@ -94,7 +94,7 @@ class RolloutWorker:
         self.engine = RolloutEngine(config, self.device)
         self.policy = self.engine.policy
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="pictures")
-        self.strategy = make_strategy(config)
+        self.algorithm = make_algorithm(config)
         self._weight_group: WeightGroup | None = None
         self.weight_version = 0
         """0 are the weights of the model folder."""
@@ -141,7 +141,7 @@ class RolloutWorker:
             config, key = self.config, GroupKey(self.config.seed, group_id)
             evaluations_before, clock = self.engine.evaluations, DeviceClock(self.device)
             sampler = self.engine.sampler(config.sampling.steps)
-            draw = self.strategy.draw(sampler, prompt.embeds.to(self.device), key, iteration)
+            draw = self.algorithm.draw(sampler, prompt.embeds.to(self.device), key, iteration)
             names = sorted(config.trained_rewards)
             shape = len(names), draw.granularities, len(draw.sde_steps), config.sampling.members
             rewards = torch.full(shape, torch.nan)

@@ -15,7 +15,7 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.formatting import format_score
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, read_weights
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_weights
 from g2rpo_ray.models.catalogue import CATALOGUE
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.loading import DTYPES, check_model, load_part

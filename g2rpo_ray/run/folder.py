@@ -19,8 +19,8 @@ from typing import TextIO
 
 from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.config import Config, load_config, save_config
-from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states
+from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.run.paths import RunFolderError, run_folder
 from g2rpo_ray.run.scores import is_stalled

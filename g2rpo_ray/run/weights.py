@@ -8,8 +8,8 @@ from torch import Tensor
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config, ModelSection
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo, read_info, read_weights
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_info, read_weights
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.models.loading import DTYPES, load_part
 from g2rpo_ray.models.policy import Policy, load_policy

@@ -27,8 +27,8 @@ from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.loading import DTYPES, check_model, on_meta
 from g2rpo_ray.prompts.embeddings import Manifest, ShardFile, encoder_fingerprint, write_manifest
 from g2rpo_ray.prompts.encoder import ShardEncoder
+from g2rpo_ray.prompts.reading import MANIFEST, PROMPTS_FILE, read_prompts
 from g2rpo_ray.prompts.selection import Selection, select
-from g2rpo_ray.prompts.sources import MANIFEST, PROMPTS_FILE, read_prompts
 
 PLAN, FINISHED = "plan.json", "finished.jsonl"
 """What an unfinished folder is to hold, and which of its shards are whole."""

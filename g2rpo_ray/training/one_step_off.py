@@ -7,13 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.models.weights import WeightReceipt
-from g2rpo_ray.training.loop import Drawn, TrainingLoop
 from g2rpo_ray.training.roles import Roles
 from g2rpo_ray.training.session import Session
+from g2rpo_ray.training.trainer import Drawn, Trainer
 
 
-class OneStepOffLoop(TrainingLoop):
-    """As the loop it derives from, but the learner always trains on groups drawn before.
+class OneStepOffTrainer(Trainer):
+    """As the trainer it derives from, but the learner always trains on groups drawn before.
 
     Up to ``max_staleness`` iterations are drawn ahead, with the weights that the workers have. A
     group carries its velocities under those weights, so its old log-probabilities are theirs.

@@ -30,7 +30,7 @@ from g2rpo_ray.cluster.demand import (
 )
 from g2rpo_ray.cluster.placement import Tell, placed, wait_for_nodes
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.files import read_info
+from g2rpo_ray.learner.checkpoints.format import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.prompts.encoder import PromptEncoder

@@ -22,10 +22,10 @@ from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerError
-from g2rpo_ray.training.loop import TrainingLoop
-from g2rpo_ray.training.one_step_off import OneStepOffLoop
+from g2rpo_ray.training.one_step_off import OneStepOffTrainer
 from g2rpo_ray.training.roles import launch
 from g2rpo_ray.training.session import open_session
+from g2rpo_ray.training.trainer import Trainer
 
 
 def train(config: Config, resume: str = "none") -> None:
@@ -34,50 +34,50 @@ def train(config: Config, resume: str = "none") -> None:
     Raises:
         StopRequested: a signal ended the run early, after its checkpoint was written.
     """
-    pipeline = TrainingLoop if config.pipeline == "sync" else OneStepOffLoop
+    pipeline = Trainer if config.pipeline == "sync" else OneStepOffTrainer
     with (
         open_session(config, resume) as session,
         launch(config, session.run.checkpoint, session.note) as roles,
         session.recording(),
-        closing(pipeline(session, roles)) as loop,
+        closing(pipeline(session, roles)) as trainer,
     ):
-        iterate(loop)
+        iterate(trainer)
 
 
-def iterate(loop: TrainingLoop) -> None:
+def iterate(trainer: Trainer) -> None:
     """Iteration by iteration to the last, with what happens around them."""
-    evaluation, checkpoint = loop.config.evaluation, loop.config.checkpoint
+    evaluation, checkpoint = trainer.config.evaluation, trainer.config.checkpoint
     try:
-        loop.begin()
+        trainer.begin()
         # Also the evaluation that a stop cut off.
-        if loop.iteration == 0 or loop.is_due(evaluation.every):
-            loop.evaluate()
-        while not loop.is_last:
+        if trainer.iteration == 0 or trainer.is_due(evaluation.every):
+            trainer.evaluate()
+        while not trainer.is_last:
             # Recorded before it is saved: a resumed run never lacks the line of its checkpoint.
-            train_iteration(loop)
-            loop.heldout.collect()
-            if loop.is_due(evaluation.every):
-                loop.evaluate()
-            if loop.is_due(checkpoint.every) or loop.is_last:
-                loop.save()
-            elif loop.is_due(checkpoint.snapshot_every):
-                loop.snapshot()
-        loop.finish()
+            train_iteration(trainer)
+            trainer.heldout.collect()
+            if trainer.is_due(evaluation.every):
+                trainer.evaluate()
+            if trainer.is_due(checkpoint.every) or trainer.is_last:
+                trainer.save()
+            elif trainer.is_due(checkpoint.snapshot_every):
+                trainer.snapshot()
+        trainer.finish()
     except StopRequested as request:
-        loop.save_stopped(request)
+        trainer.save_stopped(request)
         raise
     except LearnerError:
         raise
     except RunError:
         # The learner is well: what it still writes is not lost.
-        loop.finish_save()
+        trainer.finish_save()
         raise
 
 
-def train_iteration(loop: TrainingLoop) -> None:
+def train_iteration(trainer: Trainer) -> None:
     """The algorithm: rollout groups, integrated advantages, clipped updates, new weights."""
-    drawn = loop.generate()
-    with loop.stop.held():
-        drawn, update = loop.learn(drawn)
-        report = loop.sync()
-        loop.record(drawn, update, report)
+    drawn = trainer.generate()
+    with trainer.stop.held():
+        drawn, update = trainer.learn(drawn)
+        report = trainer.sync()
+        trainer.record(drawn, update, report)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from g2rpo_ray.algorithms import Draw, make_strategy
+from g2rpo_ray.algorithms import Draw, make_algorithm
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import compressed_indices
 from g2rpo_ray.maths.sde import euler_step
@@ -39,18 +39,18 @@ class EvaluationCounter:
 
 
 def draw(config: Config, policy: Policy, iteration: int = 0) -> Draw:
-    return make_strategy(config).draw(
+    return make_algorithm(config).draw(
         tiny_sampler(policy, config), tiny_prompt().embeds, GroupKey(config.seed, 0), iteration
     )
 
 
 def assert_counts_hold(config: Config, iteration: int = 0) -> int:
-    """Draw for real, compare with the strategy's counts, and give the counted evaluations."""
+    """Draw for real, compare with the algorithm's counts, and give the counted evaluations."""
     policy = tiny_policy()
     counter = EvaluationCounter(policy)
     drawn = draw(config, policy, iteration)
     pictures = sum(x0.shape[0] * x0.shape[1] for _, x0 in drawn.finished)
-    counts = make_strategy(config).counts(iteration)
+    counts = make_algorithm(config).counts(iteration)
     latents_in_learner = drawn.latents.shape[0] * drawn.latents.shape[1]
     assert counter.evaluations == counts.evaluations
     assert pictures == counts.pictures
@@ -110,7 +110,7 @@ def test_a_draw_is_a_function_of_its_key(algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_trained_steps_are_a_function_of_seed_and_iteration(algorithm: str) -> None:
     config = tiny_config(algorithm)
-    one, other = make_strategy(config), make_strategy(config)
+    one, other = make_algorithm(config), make_algorithm(config)
     forward = [one.trained_steps(iteration) for iteration in range(20)]
     backward = [other.trained_steps(iteration) for iteration in reversed(range(20))]
     assert forward == backward[::-1]
@@ -119,32 +119,32 @@ def test_trained_steps_are_a_function_of_seed_and_iteration(algorithm: str) -> N
 
 def test_the_window_moves_and_rolls_back() -> None:
     config = tiny_config("mix_grpo", mix_grpo={"window": 2, "shift_interval": 2, "stride": 1})
-    strategy = make_strategy(config)
-    places = [strategy.trained_steps(iteration)[0] for iteration in range(10)]
+    algorithm = make_algorithm(config)
+    places = [algorithm.trained_steps(iteration)[0] for iteration in range(10)]
     assert places == [0, 0, 1, 1, 2, 2, 3, 3, 0, 0]
 
 
 def test_the_window_stays_at_its_last_place_without_roll_back() -> None:
     config = tiny_config("mix_grpo", mix_grpo={"shift_interval": 1, "roll_back": False})
-    strategy = make_strategy(config)
-    assert strategy.trained_steps(1_000_000) == [3, 4]
+    algorithm = make_algorithm(config)
+    assert algorithm.trained_steps(1_000_000) == [3, 4]
 
 
 def test_the_decaying_window_moves_sooner_at_late_steps() -> None:
     recipe = {"schedule": "decaying", "shift_interval": 8, "decay_after": 1, "decay_rate": 1.0}
-    strategy = make_strategy(tiny_config("mix_grpo", mix_grpo=recipe))
-    places = [strategy.trained_steps(iteration)[0] for iteration in range(21)]
+    algorithm = make_algorithm(tiny_config("mix_grpo", mix_grpo=recipe))
+    places = [algorithm.trained_steps(iteration)[0] for iteration in range(21)]
     assert [places.count(place) for place in range(4)] == [8, 8, 3, 2]
 
 
 def test_the_random_window_reaches_every_place() -> None:
-    strategy = make_strategy(tiny_config("mix_grpo", mix_grpo={"schedule": "random"}))
-    assert {strategy.trained_steps(i)[0] for i in range(100)} == {0, 1, 2, 3}
+    algorithm = make_algorithm(tiny_config("mix_grpo", mix_grpo={"schedule": "random"}))
+    assert {algorithm.trained_steps(i)[0] for i in range(100)} == {0, 1, 2, 3}
 
 
 def test_the_random_share_of_steps_differs_between_iterations() -> None:
-    strategy = make_strategy(tiny_config("dance_grpo"))
-    drawn = [tuple(strategy.trained_steps(iteration)) for iteration in range(50)]
+    algorithm = make_algorithm(tiny_config("dance_grpo"))
+    drawn = [tuple(algorithm.trained_steps(iteration)) for iteration in range(50)]
     assert len(set(drawn)) > 3
     assert {len(steps) for steps in drawn} == {3}
     assert all(list(steps) == sorted(set(steps)) for steps in drawn)

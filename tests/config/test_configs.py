@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from g2rpo_ray.algorithms import make_strategy
+from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.config import load_config
 from g2rpo_ray.plan.arithmetic import describe
 
@@ -25,7 +25,7 @@ def test_a_shipped_configuration_says_what_it_costs(path: Path) -> None:
     config = load_config(path)
     description = describe(config)
     print(f"\n{path.name}\n{description}")
-    counts = make_strategy(config).counts(0)
+    counts = make_algorithm(config).counts(0)
     assert f"({counts.evaluations} a prompt)" in description
     name = path.stem.removesuffix("_lora").removesuffix("_one_gpu")
     assert counts.evaluations == EVALUATIONS.get(name, counts.evaluations)

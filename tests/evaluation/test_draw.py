@@ -15,8 +15,8 @@ from g2rpo_ray.evaluation import draw as draw_module
 from g2rpo_ray.evaluation.draw import Drawing, base_weights
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import BASE, EvaluationError, Row, make_rows, parse_weights
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.models.weights import WeightReceipt, load_weights
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.worker import RolloutWorker

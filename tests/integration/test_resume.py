@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.files import open_checkpoint
 from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
+from g2rpo_ray.learner.checkpoints.format import open_checkpoint
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.integration.command import ROOT, wait_until
 from tests.integration.test_train import (

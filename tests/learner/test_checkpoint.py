@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.learner.checkpoints import files as checkpoint
-from g2rpo_ray.learner.checkpoints.files import (
+from g2rpo_ray.learner.checkpoints.folders import (
+    SNAPSHOTS,
+    checkpoint_folder,
+    delete_old_checkpoints,
+    iteration_of,
+    list_checkpoints,
+)
+from g2rpo_ray.learner.checkpoints.format import (
     FORMAT,
     OPTIMIZER_FILE,
     WEIGHTS_FILE,
@@ -29,13 +36,6 @@ from g2rpo_ray.learner.checkpoints.files import (
     read_weights,
     weights_checksum,
     write_rank,
-)
-from g2rpo_ray.learner.checkpoints.folders import (
-    SNAPSHOTS,
-    checkpoint_folder,
-    delete_old_checkpoints,
-    iteration_of,
-    list_checkpoints,
 )
 from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.worker import Learner

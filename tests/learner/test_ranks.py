@@ -15,7 +15,7 @@ from torch import Tensor
 
 from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo
+from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport

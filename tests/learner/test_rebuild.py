@@ -20,14 +20,14 @@ from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.learner import ranks as ranks_module
 from g2rpo_ray.learner import waiting as answers
 from g2rpo_ray.learner.checkpoints import files as checkpoint
-from g2rpo_ray.learner.checkpoints.files import (
+from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
+from g2rpo_ray.learner.checkpoints.format import (
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
     open_checkpoint,
     read_info,
 )
-from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
 from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.ranks import LearnerGroup

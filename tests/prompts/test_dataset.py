@@ -7,7 +7,7 @@ import pytest
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.prompts.dataset import PromptOrder
-from g2rpo_ray.prompts.sources import PromptFileError, read_prompts
+from g2rpo_ray.prompts.reading import PromptFileError, read_prompts
 
 LIMIT = 2000
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from g2rpo_ray.algorithms import Draw, Strategy, make_strategy
+from g2rpo_ray.algorithms import Algorithm, Draw, make_algorithm
 from g2rpo_ray.rollout.answers import BrokenLatentsError
 from g2rpo_ray.rollout.worker import RolloutWorker
 from tests.rollout.tiny import ALGORITHMS
@@ -23,7 +23,7 @@ def test_pictures_and_evaluations_are_counted_where_they_are_made(
 ) -> None:
     config = tiny_config(tmp_path, f"algorithm={algorithm}", "mix_grpo.window=2")
     summary, group = RolloutWorker(config, REDNESS).rollout(encode(config)[0], 0, iteration=0)
-    counts = make_strategy(config).counts(0)
+    counts = make_algorithm(config).counts(0)
     assert summary.pictures == counts.pictures
     assert summary.evaluations == group.evaluations == counts.evaluations
     assert group.rewards.shape[2:] == (counts.groups, config.sampling.members)
@@ -31,13 +31,13 @@ def test_pictures_and_evaluations_are_counted_where_they_are_made(
 
 
 class _BreaksOneMember:
-    """A strategy whose member 1 ends in infinite latents at its first trained step."""
+    """A algorithm whose member 1 ends in infinite latents at its first trained step."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
 
     def draw(self, *args: Any) -> Draw:
-        draw = self.strategy.draw(*args)
+        draw = self.algorithm.draw(*args)
         finished = [(positions, x0.clone()) for positions, x0 in draw.finished]
         dict((positions[0], x0) for positions, x0 in finished)[0][0, 1] = math.inf
         return replace(draw, finished=iter(finished))
@@ -46,7 +46,7 @@ class _BreaksOneMember:
 def test_a_picture_of_infinite_latents_is_an_invalid_reward(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "advantage.on_invalid=drop_group")
     worker = RolloutWorker(config, REDNESS)
-    worker.strategy = _BreaksOneMember(worker.strategy)  # type: ignore[assignment]
+    worker.algorithm = _BreaksOneMember(worker.algorithm)  # type: ignore[assignment]
     summary, group = worker.rollout(encode(config)[0], 0, iteration=0)
     broken = torch.zeros_like(group.rewards, dtype=torch.bool)
     broken[:, 0, 0, 1] = True
@@ -58,7 +58,7 @@ def test_a_picture_of_infinite_latents_is_an_invalid_reward(tmp_path: Path) -> N
 def test_infinite_latents_stop_the_run_where_that_is_configured(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     worker = RolloutWorker(config, REDNESS)
-    worker.strategy = _BreaksOneMember(worker.strategy)  # type: ignore[assignment]
+    worker.algorithm = _BreaksOneMember(worker.algorithm)  # type: ignore[assignment]
     prompt = encode(config)[0]
     with pytest.raises(BrokenLatentsError, match=r"1 of 8 pictures .*'a red circle"):
         worker.rollout(prompt, 0, iteration=0)

@@ -7,7 +7,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
-from g2rpo_ray.algorithms import make_strategy
+from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.config import Config, LoraSection, config_from_dict
 from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.models.conditioning import Conditioning
@@ -85,7 +85,7 @@ def draw_group(
     """One prompt drawn and rewarded by the sum of a picture's latents, as the worker does it."""
     key, prompt = GroupKey(config.seed, group_id), tiny_prompt(group_id)
     sampler = tiny_sampler(policy, config)
-    draw = make_strategy(config).draw(sampler, prompt.embeds, key, iteration)
+    draw = make_algorithm(config).draw(sampler, prompt.embeds, key, iteration)
     rewards = torch.full(
         (1, draw.granularities, len(draw.sde_steps), config.sampling.members), torch.nan
     )

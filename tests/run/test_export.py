@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, LoraSection, save_config
 from g2rpo_ray.evaluation.sample import SampleOptions, sample
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.catalogue import CATALOGUE
 from g2rpo_ray.models.loading import ModelFolderError

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.learner.checkpoints.files import CheckpointError, CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
+from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run.folder import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.algorithms import make_strategy
+from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import Config, LoraSection
 from g2rpo_ray.models.batches import BatchSize, DeviceMemoryError, largest_batch
@@ -205,7 +205,7 @@ def test_thin_completions_are_counted_and_stay_near_the_exact_ones(
     prompt = encode(exact)[0]
     summary, group = RolloutWorker(thin, REDNESS).rollout(prompt, 0, 0)
     exact_summary, exact_group = RolloutWorker(exact, REDNESS).rollout(prompt, 0, 0)
-    assert summary.evaluations == make_strategy(thin).counts(0).evaluations
+    assert summary.evaluations == make_algorithm(thin).counts(0).evaluations
     assert summary.evaluations < 0.8 * exact_summary.evaluations
     # What is trained on is the same to the bit, and so are the rewards of the other granularity.
     assert torch.equal(group.latents, exact_group.latents)
@@ -271,7 +271,7 @@ def test_completions_alone_use_float8(tmp_path: Path) -> None:
     prompt = encode(config)[0]
     summary, group = RolloutWorker(config, REDNESS).rollout(prompt, 0, 0)
     _, exact = RolloutWorker(tiny_config(tmp_path), REDNESS).rollout(prompt, 0, 0)
-    assert summary.evaluations == make_strategy(config).counts(0).evaluations
+    assert summary.evaluations == make_algorithm(config).counts(0).evaluations
     assert torch.equal(group.velocities, exact.velocities)
     assert not torch.equal(group.rewards, exact.rewards)
     torch.testing.assert_close(group.rewards, exact.rewards, rtol=0, atol=0.05)

@@ -25,12 +25,12 @@ import torch
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import (
     delete_old_checkpoints,
     iteration_of,
     list_checkpoints,
 )
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.learner.update import StepRecord, UpdateReport
 from g2rpo_ray.maths.objective import PolicyHealth
 from g2rpo_ray.models.weights import WeightReceipt
@@ -39,9 +39,9 @@ from g2rpo_ray.run.folder import open_run
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.weights import checkpoint_named
 from g2rpo_ray.tracking.metrics import read_metrics
-from g2rpo_ray.training.loop import Drawn, TrainingLoop
 from g2rpo_ray.training.session import Session
 from g2rpo_ray.training.train import iterate
+from g2rpo_ray.training.trainer import Drawn, Trainer
 from tests.states import write_checkpoint
 from tests.tiny import tiny_config
 
@@ -114,7 +114,7 @@ class FakeLearner:
         return "0"
 
 
-class Loop(TrainingLoop):
+class Loop(Trainer):
     """Draws nothing: calls ``meanwhile`` instead."""
 
     meanwhile: Callable[[], None]

@@ -12,7 +12,7 @@ import pytest
 
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.common.stop import StopRequested
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.learner.group_training import StepRecord
 from g2rpo_ray.learner.ranks import GroupsLostError
 from g2rpo_ray.learner.update import UpdateReport
@@ -20,10 +20,10 @@ from g2rpo_ray.maths.objective import PolicyHealth
 from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run.folder import Run
-from g2rpo_ray.training.loop import Drawn
-from g2rpo_ray.training.one_step_off import OneStepOffLoop
+from g2rpo_ray.training.one_step_off import OneStepOffTrainer
 from g2rpo_ray.training.session import Session
 from g2rpo_ray.training.train import train_iteration
+from g2rpo_ray.training.trainer import Drawn
 from tests.tiny import tiny_config
 
 HEALTH = PolicyHealth(1.0, 0.0, 0.0, 0.0, 0.0)
@@ -85,16 +85,16 @@ class FakeRoles:
         return WeightReceipt(self.version, 1, 1, "")
 
 
-def loop_of(tmp_path: Path, roles: FakeRoles, *overrides: str) -> OneStepOffLoop:
+def loop_of(tmp_path: Path, roles: FakeRoles, *overrides: str) -> OneStepOffTrainer:
     config = tiny_config(tmp_path / "run", "pipeline=one_step_off", "iterations=5", *overrides)
     run = Run(tmp_path, None, CheckpointInfo(0, 0, 0, 0, 0.0, "full", 0), None)
     session: Any = Session(config, run, ["a", "b", "c"], [])
     session.progress, session.log = MagicMock(note=roles.diary.append), MagicMock()
     kinds: Any = roles
-    return OneStepOffLoop(session, kinds)
+    return OneStepOffTrainer(session, kinds)
 
 
-def train_one(loop: OneStepOffLoop) -> dict[str, float]:
+def train_one(loop: OneStepOffTrainer) -> dict[str, float]:
     """One iteration; returns the numbers that were recorded."""
     train_iteration(loop)
     record: Any = loop.session.log.record

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from g2rpo_ray.cluster.demand import ClusterError
-from g2rpo_ray.learner.checkpoints.files import CheckpointInfo
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.run.folder import open_run
 from g2rpo_ray.run.weights import trained_kind
 from g2rpo_ray.training import train as train_module
@@ -25,7 +25,7 @@ LINES, PARAMETERS = 100, 6
 
 def test_the_whole_run_is_read_on_one_screen() -> None:
     lines = Path(train_module.__file__).read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= LINES, "training/train.py: move what a line does into training/loop.py"
+    assert len(lines) <= LINES, "training/train.py: move what a line does into training/trainer.py"
 
 
 @pytest.mark.parametrize("path", sorted(ROOM.glob("*.py")), ids=lambda path: path.name)

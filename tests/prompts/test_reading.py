@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from g2rpo_ray.prompts.sources import PromptFileError, read_prompts
+from g2rpo_ray.prompts.reading import PromptFileError, read_prompts
 
 TEXTS = ["a cat", "红色圆圈在左边", "قطة على سطح المنزل", "a 🐈‍⬛ on a 🪑"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ray
 
-from g2rpo_ray.algorithms import make_strategy
+from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
@@ -44,7 +44,7 @@ class Drawn:
         return min(summary.weight_version for summary in self.summaries)
 
 
-class TrainingLoop:
+class Trainer:
     """The steps of ``pipeline: sync``: every group is drawn with the weights of now."""
 
     def __init__(self, session: Session, roles: Roles) -> None:
@@ -185,7 +185,7 @@ class TrainingLoop:
     def _begin_save(self, folder: Path, keep_also: Sequence[int] = ()) -> None:
         """Have the ranks copy the state of now; waits for the state before to be whole."""
         with self.session.phase("checkpoint"):
-            trained_steps = make_strategy(self.config).trained_steps(self.iteration)
+            trained_steps = make_algorithm(self.config).trained_steps(self.iteration)
             info = replace(self.state, trained_steps=trained_steps)
             self.roles.learner.save(checkpoint_folder(folder, self.iteration), info, keep_also)
 
