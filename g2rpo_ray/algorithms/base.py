@@ -1,4 +1,4 @@
-"""What a algorithm gives: the trained stochastic steps, and pictures to score for them."""
+"""What an algorithm gives: the trained stochastic steps, and pictures to score for them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from g2rpo_ray.sampling.sampler import Sampler
 
 @dataclass(frozen=True)
 class Draw:
-    """One prompt drawn by a algorithm; see RolloutGroup for the meaning of the dimensions."""
+    """One prompt drawn by an algorithm; see RolloutGroup for the meaning of the dimensions."""
 
     sde_steps: list[SdeStep]
     """K trained stochastic steps."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.learner.checkpoints import files as checkpoint
+from g2rpo_ray.learner.checkpoints import format as checkpoint
 from g2rpo_ray.learner.checkpoints.folders import (
     SNAPSHOTS,
     checkpoint_folder,

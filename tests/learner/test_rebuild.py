@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.learner import ranks as ranks_module
 from g2rpo_ray.learner import waiting as answers
-from g2rpo_ray.learner.checkpoints import files as checkpoint
+from g2rpo_ray.learner.checkpoints import format as checkpoint
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
 from g2rpo_ray.learner.checkpoints.format import (
     WEIGHTS_FILE,
