@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import shutil
 import sys
 import time
@@ -62,6 +63,11 @@ def write_model_folder(folder: Path, tiny: bool) -> Path:
     clip.update({"hidden_size": published["transformer"]["pooled_projection_dim"]})
     CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
     return folder
+
+
+def python_path() -> str:
+    """Of a process that has the project, and what this one was given beside it."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def change_json(file: Path, values: Mapping[str, Any]) -> None:

@@ -119,7 +119,7 @@ class Driver:
                 [sys.executable, "-m", "g2rpo_ray.cli", "train", f"{self.run_dir.name}.yaml",
                  "--resume", "auto", *overrides],
                 cwd=self.folder,
-                env=environment | {"PYTHONPATH": str(measuring.ROOT)},
+                env=environment | {"PYTHONPATH": measuring.python_path()},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -83,10 +83,12 @@ def policy_size(config: Config) -> PolicySize:
     """Of ``config.model`` at ``config.sampling``'s picture size.
 
     Raises:
-        ModelFolderError: the folder is there and its configuration cannot be used, or
-            ``trained_modules`` or ``lora.target_modules`` names nothing in it.
+        ModelFolderError: the folder is there and its configuration cannot be used, it has no
+            pictures of such a size, or ``trained_modules`` or ``lora.target_modules`` names nothing
+            in it.
     """
     family, source = planned_family(config.model.path)
+    latents_of(config, family)
     # Counting the largest models takes seconds: equal questions are answered once.
     asked = config.model_dump_json(include={"model", "sampling", "prompts"})
     key = type(family), source, json.dumps(family.configs), asked

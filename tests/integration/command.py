@@ -17,6 +17,12 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 480.0
 
 
+def python_path(*first: Path) -> str:
+    """PYTHONPATH of a process that has the project, and what this one was given beside it."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*map(str, first), str(ROOT), *([given] if given else [])])
+
+
 @dataclass
 class Command:
     """A started ``g2rpo train``."""
@@ -77,7 +83,7 @@ def train(config: Config, *options: str, **variables: str) -> Command:
         process = subprocess.Popen(
             [sys.executable, "-m", "g2rpo_ray.cli", "train", "settings.yaml", *options],
             cwd=folder,
-            env=environment | {"PYTHONPATH": str(ROOT)} | variables,
+            env=environment | {"PYTHONPATH": python_path()} | variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

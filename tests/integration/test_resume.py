@@ -9,7 +9,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
 from g2rpo_ray.learner.checkpoints.format import open_checkpoint
 from g2rpo_ray.tracking.metrics import read_metrics
-from tests.integration.command import ROOT, wait_until
+from tests.integration.command import python_path, wait_until
 from tests.integration.test_train import (
     Start,
     checksum,
@@ -82,7 +82,7 @@ def slow_disk(folder: Path) -> dict[str, str]:
     code = "import os, time\nflush = os.fsync\nos.fsync = lambda file: (time.sleep(1), flush(file))"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(code)
-    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+    return {"PYTHONPATH": python_path(folder)}
 
 
 def mtime(folder: Path) -> float:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="PyTorch for CPUs alone comes without Triton")
 
 from g2rpo_ray.models.flux1.fused import FusedAttnProcessor, gelu
-
-ROOT = Path(__file__).parents[2]
+from tests.integration.command import ROOT, python_path
 
 
 def differences(
@@ -59,7 +57,7 @@ def test_attention_is_that_of_diffusers() -> None:
     )
     answer = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": python_path()},
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr

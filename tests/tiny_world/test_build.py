@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.integration.command import ROOT, python_path
 
 
 @pytest.mark.long
@@ -18,7 +18,8 @@ def test_a_quick_build_writes_every_part(tmp_path: Path) -> None:
             ROOT / "scripts" / "build_tiny_world.py",
             *("--out", tmp_path / "assets", "--json", figures, "--quick"),
         ],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"},
+        env=os.environ
+        | {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -11,7 +11,7 @@ import torch
 
 from g2rpo_ray.common.device import DeviceError, role_device
 from tests.common.device.roles import COMMANDS, ROLES, Found
-from tests.integration.command import ROOT
+from tests.integration.command import ROOT, python_path
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ended = subprocess.run(
         [sys.executable, "-m", "tests.common.device.roles", str(folder)],
         cwd=ROOT,
-        env=kept | {"PYTHONPATH": f"{CARD}:{ROOT}", "CUDA_VISIBLE_DEVICES": "0"},
+        env=kept | {"PYTHONPATH": python_path(CARD), "CUDA_VISIBLE_DEVICES": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
