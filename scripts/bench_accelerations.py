@@ -9,7 +9,6 @@ Times at true size come from ``bench_rollout.py --variants``.
 """
 
 import json
-import sys
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, evenly, read_config_prompts
 
 
-def main() -> int:
+def main() -> None:
     parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--prompts", type=int, default=16, help="held-out prompts to draw")
     options = parser.parse_args()
@@ -48,7 +47,6 @@ def main() -> int:
         print(variant, json.dumps(results[variant]))
     content = {"prompts": len(prompts), "exact_evaluations": evaluations, "variants": results}
     measuring.write_json(options.json, content)
-    return 0
 
 
 def make_config(variant: str) -> Config:
@@ -82,4 +80,4 @@ def rank_correlation(a: Tensor, b: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,7 +10,6 @@ of workers, so that every row has the same load in groups per second.
 
 import asyncio
 import itertools
-import sys
 import time
 from functools import partial
 from statistics import median
@@ -82,7 +81,7 @@ def bench(workers: int, groups: int) -> dict[str, float]:
     }
 
 
-def main() -> int:
+def main() -> None:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--groups", type=int, default=10_000)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512])
@@ -102,8 +101,7 @@ def main() -> int:
     )
     measuring.write_json(options.json, {"rows": rows, "iteration_share": share})
     ray.shutdown()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -65,7 +65,7 @@ def measure(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main() -> None:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -96,8 +96,7 @@ def main() -> int:
     }
     print(json.dumps({k: v for k, v in result.items() if k != "runs"}, indent=1))
     measuring.write_json(options.json, result)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

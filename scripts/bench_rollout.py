@@ -13,7 +13,6 @@ Ray: rollout workers, reward servers and pool as in a run. ``key=value`` overrid
 """
 
 import json
-import sys
 import tempfile
 from functools import partial
 from importlib.metadata import version
@@ -55,8 +54,8 @@ PUBLISHED = (0, 3, 7)
 """SDE steps on which the published order is measured."""
 
 
-def main() -> int:
-    """Returns 1 if nothing could be measured; the file is written after every stage."""
+def main() -> None:
+    """The file is written after every stage."""
     parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--tiny", action="store_true", help="the quickstart's networks, on the CPU")
     parser.add_argument("--cards", default="1", help="numbers of rollout workers, such as 1,2,4")
@@ -65,8 +64,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
-        print("no CUDA card here; --tiny runs the same code on the CPU")
-        return 1
+        raise SystemExit("no CUDA card here; --tiny runs the same code on the CPU")
     with tempfile.TemporaryDirectory() as scratch:
         config = make_config(Path(scratch), options.tiny, options.overrides)
         torch.set_num_threads(config.rollout.threads)
@@ -81,7 +79,6 @@ def main() -> int:
             for cards in (int(number) for number in options.cards.split(",")):
                 engine_stage(results, config, variant, cards)
     results.summarise()
-    return 0
 
 
 def make_config(scratch: Path, tiny: bool, overrides: list[str]) -> Config:
@@ -313,4 +310,4 @@ def device_of(config: Config) -> torch.device:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -287,12 +287,8 @@ def main() -> int:
         print("writing the model folder")
         config, overrides = make_config(options, Path(scratch))
         card = measuring.card_name(torch.device("cpu" if options.tiny else "cuda"))
-        facts = {
-            "setup": options.setup,
-            "overrides": overrides,
-            "torch": torch.__version__,
-            "card": card,
-        }
+        facts = {"setup": options.setup, "overrides": overrides, "card": card}
+        facts["torch"] = torch.__version__
         try:
             Bench(config, options.json, facts).run(options.stages.split(","))
         except Exception as error:  # noqa: BLE001  (a stage's failure is a result, too)

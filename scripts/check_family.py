@@ -30,8 +30,6 @@ from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.sampler import Sampler
 
 TOLERANCE = 1e-4
-
-
 Walk = tuple[list[Tensor], Tensor]
 """A trajectory's latents, float32 ``[1, tokens, channels]``: noise, and after every step. And the
 picture at its end, 0 to 255, ``[1, (frames,) H, W, 3]``."""

@@ -13,6 +13,7 @@ from importlib import import_module
 from itertools import combinations, pairwise
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import NamedTuple
 
 import grimp
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -28,39 +29,27 @@ LONGEST_PURPOSE = 100
 """Characters that fit behind a room's name."""
 
 
-@dataclass(frozen=True)
-class Station:
-    """Where a prompt comes by."""
-
-    name: str
-    what: str
-    code: str
-    """Class or function, from the room on."""
-
-
 WAY = [
-    Station("prompt", "the iteration's, by seed", "prompts.dataset.PromptOrder.batch"),
-    Station("embeddings", "encoded once, or read", "prompts.encoder.PromptEncoder.encode"),
-    Station("rollout group", "from one noise to pictures", "rollout.worker.RolloutWorker.rollout"),
-    Station("rewards", "a group's pictures at once", "rewards.server.RewardServer.score"),
-    Station("advantages", "z-scored, summed", "maths.advantage.integrate_advantages"),
-    Station("learner", "clipped objective, AdamW", "learner.worker.Learner.update"),
-    Station("weights", "sent, and verified", "weight_sync.base.WeightSync.sync"),
-    Station(
-        "rollout",
-        "the next group, with new weights",
-        "rollout.worker.RolloutWorker.receive_weights",
-    ),
+    ("prompt", "the iteration's, by seed", "prompts.dataset.PromptOrder.batch"),
+    ("embeddings", "encoded once, or read", "prompts.encoder.PromptEncoder.encode"),
+    ("rollout group", "from one noise to pictures", "rollout.worker.RolloutWorker.rollout"),
+    ("rewards", "a group's pictures at once", "rewards.server.RewardServer.score"),
+    ("advantages", "z-scored, summed", "maths.advantage.integrate_advantages"),
+    ("learner", "clipped objective, AdamW", "learner.worker.Learner.update"),
+    ("weights", "sent, and verified", "weight_sync.base.WeightSync.sync"),
+    ("rollout", "the next group, with new weights", "rollout.worker.RolloutWorker.receive_weights"),
 ]
+"""Stations of a prompt: name, what happens there, class or function from the room on."""
 
 
-@dataclass(frozen=True)
-class Stop:
+class Stop(NamedTuple):
     """A station in the picture."""
 
     number: int
     y: float
-    station: Station
+    name: str
+    what: str
+    code: str
 
 
 @dataclass(frozen=True)
@@ -85,9 +74,9 @@ def draw() -> str:
     rooms: dict[str, Room] = {}
     y = TOP
     for name in names:
-        here = [(n, s) for n, s in enumerate(WAY, 1) if check(s).startswith(f"{name}.")]
+        here = [(n, s) for n, s in enumerate(WAY, 1) if check(*s).startswith(f"{name}.")]
         stops = [
-            Stop(number, y + ROOM_HEIGHT + STATION_HEIGHT * (line + 0.4), station)
+            Stop(number, y + ROOM_HEIGHT + STATION_HEIGHT * (line + 0.4), *station)
             for line, (number, station) in enumerate(here)
         ]
         height = ROOM_HEIGHT + STATION_HEIGHT * len(stops)
@@ -163,20 +152,20 @@ def not_implied(rooms: list[str], found: set[tuple[str, str]]) -> list[tuple[str
     ]
 
 
-def check(station: Station) -> str:
+def check(name: str, _what: str, code: str) -> str:
     """The station's code.
 
     Raises:
         ValueError: the package has no such class or function.
     """
     try:
-        resolve_name(f"{PACKAGE}.{station.code}")
+        resolve_name(f"{PACKAGE}.{code}")
     except (ImportError, AttributeError) as missing:
         raise ValueError(
-            f"station {station.name!r} of the way of a prompt: {PACKAGE}.{station.code} is not "
+            f"station {name!r} of the way of a prompt: {PACKAGE}.{code} is not "
             "there (any more); name what took its place in scripts/draw_rooms.py"
         ) from missing
-    return station.code
+    return code
 
 
 if __name__ == "__main__":

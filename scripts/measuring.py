@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import os
 import shutil
 import sys
 import time
@@ -63,11 +62,6 @@ def write_model_folder(folder: Path, tiny: bool) -> Path:
     clip.update({"hidden_size": published["transformer"]["pooled_projection_dim"]})
     CLIPTextModel(clip).save_pretrained(folder / "text_encoder")
     return folder
-
-
-def python_path() -> str:
-    """Of a process that has the project, and what this one was given beside it."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def change_json(file: Path, values: Mapping[str, Any]) -> None:
@@ -145,7 +139,7 @@ def card_name(device: torch.device) -> str:
 
 def make_parser(description: str | None, needs_file: bool = False) -> argparse.ArgumentParser:
     """Options of a script, from its docstring's first line: so far ``--json``, for its results."""
-    # Whoever watches a lent card must see how far it came, also through a pipe.
+    # Whoever watches a long run must see how far it came, also through a pipe.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])

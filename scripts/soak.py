@@ -114,12 +114,13 @@ class Driver:
     def start(self, *overrides: str) -> None:
         self.lives += 1
         environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_ADDRESS")}
+        environment["PYTHONPATH"] = f"{measuring.ROOT}:{environment.get('PYTHONPATH', '')}"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "g2rpo_ray.cli", "train", f"{self.run_dir.name}.yaml",
                  "--resume", "auto", *overrides],
                 cwd=self.folder,
-                env=environment | {"PYTHONPATH": measuring.python_path()},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
