@@ -6,9 +6,9 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 CONFIG ?= configs/quickstart.yaml
 
-# Four processes, on two cores as well: much of the time is waiting. The tests of a file share one,
+# Three processes, on two cores as well: much of the time is waiting. The tests of a file share one,
 # and its Ray cluster.
-PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
+PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help quickstart test test-long lint format clean constraints
 

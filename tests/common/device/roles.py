@@ -1,4 +1,4 @@
-"""Starts each role with no GPU and says where it computes: ``... -m tests.common.device.roles F``.
+"""Starts roles with no GPU; each says where it computes: ``-m tests.common.device.roles F NAME...``.
 
 Writes ``F/<role>.json``: what its process found, or the error that it ended with.
 """
@@ -165,16 +165,16 @@ COMMANDS: dict[str, Callable[[Config], Found]] = {"sample": sample}
 """Those that compute in the process of the command line."""
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: Sequence[str]) -> None:
     config = tiny_config(folder)
     with ray_cluster(config.cluster):
-        for name, role in (ROLES | COMMANDS).items():
+        for name in names:
             try:
-                seen = role(config)
+                seen = (ROLES | COMMANDS)[name](config)
             except Exception as error:  # noqa: BLE001  (each role is judged by itself)
                 seen = {"error": f"{type(error).__name__}: {error}"}
             (folder / f"{name}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

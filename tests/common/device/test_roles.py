@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +20,33 @@ pytestmark = pytest.mark.slow
 CARD = Path(__file__).parent / "visible_card"
 
 
+TOOK_A_CARD = ("rollout_worker", "learner_rank", "sample")
+"""Those that computed on a card that nobody had asked for; the long run has the others."""
+OTHERS = tuple(name for name in [*ROLES, *COMMANDS] if name not in TOOK_A_CARD)
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(n, marks=[pytest.mark.long] * (n in OTHERS)) for n in names]
+
+
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every role was started once where torch sees a card; a file of each."""
-    folder = tmp_path_factory.mktemp("roles")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder with what was found of a role; starts it where torch sees a card."""
+    folders: dict[tuple[str, ...], Path] = {}
+
+    def folder_of(name: str) -> Path:
+        together = TOOK_A_CARD if name in TOOK_A_CARD else OTHERS
+        if together not in folders:
+            folders[together] = start(tmp_path_factory.mktemp("roles"), together)
+        return folders[together]
+
+    return folder_of
+
+
+def start(folder: Path, names: tuple[str, ...]) -> Path:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "DS_"))}
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.common.device.roles", str(folder)],
+        [sys.executable, "-m", "tests.common.device.roles", str(folder), *names],
         cwd=ROOT,
         env=kept | {"PYTHONPATH": python_path(CARD), "CUDA_VISIBLE_DEVICES": "0"},
         stdout=subprocess.PIPE,
@@ -37,15 +59,15 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def found(started: Path, name: str) -> Found:
-    seen: Found = json.loads((started / f"{name}.json").read_text())
+def found(started: Callable[[str], Path], name: str) -> Found:
+    seen: Found = json.loads((started(name) / f"{name}.json").read_text())
     assert "error" not in seen, seen["error"]
     return seen
 
 
-@pytest.mark.parametrize("name", [*ROLES, *COMMANDS])
+@pytest.mark.parametrize("name", each([*ROLES, *COMMANDS]))
 def test_a_role_without_gpus_computes_on_the_cpu_where_torch_sees_a_card(
-    started: Path, name: str
+    started: Callable[[str], Path], name: str
 ) -> None:
     seen = found(started, name)
     assert seen["sees_a_card"], "nothing was tested: no card appeared"
@@ -53,14 +75,16 @@ def test_a_role_without_gpus_computes_on_the_cpu_where_torch_sees_a_card(
     assert not seen["initialized"]
 
 
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", each(ROLES))
 def test_ray_hides_cards_from_every_process_that_it_reserves_none_for(
-    started: Path, name: str
+    started: Callable[[str], Path], name: str
 ) -> None:
     assert found(started, name)["visible"] == ""
 
 
-def test_ranks_without_gpus_meet_over_gloo_and_give_deepspeed_no_card(started: Path) -> None:
+def test_ranks_without_gpus_meet_over_gloo_and_give_deepspeed_no_card(
+    started: Callable[[str], Path],
+) -> None:
     seen = found(started, "learner_rank")
     assert (seen["backend"], seen["accelerator"]) == ("gloo", "cpu")
 
