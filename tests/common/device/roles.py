@@ -1,4 +1,4 @@
-"""Starts roles with no GPU; each says where it computes: ``-m tests.common.device.roles F NAME...``.
+"""Starts roles with no GPU; each says where it computes: ``tests.common.device.roles F NAME...``.
 
 Writes ``F/<role>.json``: what its process found, or the error that it ended with.
 """
