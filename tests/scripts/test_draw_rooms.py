@@ -29,4 +29,4 @@ def test_every_import_is_drawn_or_follows_from_those_that_are() -> None:
 def test_a_station_that_is_gone_is_named() -> None:
     for code in ("learner.worker.Learner.teach", "learner.nowhere.Learner", "maths.sde.gone"):
         with pytest.raises(ValueError, match=rf"'learner' .* g2rpo_ray\.{code} is not there"):
-            rooms.check(rooms.Station("learner", "", code))
+            rooms.check("learner", "", code)
