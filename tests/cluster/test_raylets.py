@@ -158,6 +158,8 @@ def test_the_doctor_names_what_is_wrong(cluster: Raylets) -> None:
         "learner.label_selector={ray.io/accelerator-type: H200}",
         "tracking.wandb_project=mine",
         "model.path=/no/model",
+        # Checkpoints for which every machine's disk has room.
+        "model.lora={rank: 4, alpha: 4}",
         f"run_dir={cluster.folder}/token/run",
         WANDB_API_KEY="",
         GLOO_SOCKET_IFNAME="absent0",

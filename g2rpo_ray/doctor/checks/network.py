@@ -11,6 +11,7 @@ import torch
 
 from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.cluster.demand import Node
+from g2rpo_ray.cluster.postmortem import error_of
 from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 from g2rpo_ray.doctor.probe import name_of, start_probe
 
@@ -91,6 +92,9 @@ def _measure(backend: str, seats: Sequence[Node]) -> list[float] | str:
     except ray.exceptions.RayError as error:
         return str(error).strip().splitlines()[-1]
     finally:
+        # Ray prints a traceback of every failure that nobody has asked for.
+        for ref in ray.wait(refs, num_returns=len(refs), timeout=1.0)[0] if refs else []:
+            error_of(ref)
         for actor in ranks:
             ray.kill(actor)
 
