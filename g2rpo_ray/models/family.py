@@ -1,5 +1,6 @@
 """What one family of models is: all that the rest of this system asks of it."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +35,13 @@ class Published:
     """As ``Family.configs``, so that a run can be planned before the model is there."""
 
 
+def read_published(family_file: str) -> dict[str, Published]:
+    """From ``published.json`` beside a family's file: by the name of the folder that a model is
+    downloaded to."""
+    file = Path(family_file).with_name("published.json")
+    return {name: Published(**entry) for name, entry in json.loads(file.read_text()).items()}
+
+
 class Family(ABC):
     """One family, for one model folder. It holds no weights: networks are given to it."""
 
@@ -48,7 +56,7 @@ class Family(ABC):
     multiple_of: ClassVar[int]
     """Pixels: a picture's height and width are multiples of it."""
     published: ClassVar[Mapping[str, Published]]
-    """By the name of the folder that a model is downloaded to."""
+    """See ``read_published``."""
 
     def __init__(self, configs: dict[str, dict[str, Any]]) -> None:
         """

@@ -67,11 +67,7 @@ def draw(
 ) -> np.ndarray:
     """The first picture of ``g2rpo sample``."""
     options = SampleOptions(
-        CAPTIONS[:1],
-        seed=SEED,
-        checkpoint=checkpoint,
-        trained_steps=trained_steps,
-        average=average,
+        CAPTIONS[:1], seed=SEED, checkpoint=checkpoint, trained_steps=trained_steps, average=average
     )
     paths = sample(config, options, folder)
     return np.asarray(Image.open(paths[0])).astype(int)
