@@ -55,6 +55,8 @@ class Learner:
                 self.rank, settings.ranks, address, port, settings.timeout_s, self.device
             )
             policy = load_policy(self.config, self.device)
+            if settings.unguided:
+                policy.guidance = policy.family.unguided
             if settings.compile:
                 compile_blocks(policy, cache=None)
             if checkpoint is None:

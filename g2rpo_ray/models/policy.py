@@ -4,6 +4,7 @@ Timestep, guidance, ids and dtype are decided here and in the model's family, an
 importance ratio before the first update is 1 only if both sides call the network in the same way.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ class Policy(nn.Module):
         return self.family.velocity(
             self.transformer, latents, sigma, embeds, self.guidance, self.shape
         )
+
+    def blank(self, length: int, dtype: torch.dtype, device: torch.device | str) -> Conditioning:
+        """Zeros in the shapes of a prompt's conditioning, see ``Family.blank``; with those of a
+        negative prompt where an evaluation takes both."""
+        blank = self.family.blank(self.transformer, length, dtype, device)
+        two = self.family.passes(self.guidance) == 2
+        return replace(blank, negative=blank) if two else blank
 
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """The transformer's repeated blocks, by their names in the policy."""
