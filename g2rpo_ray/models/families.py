@@ -8,8 +8,9 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.flux1.family import Flux1
 from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.sd3.family import Sd3
 
-FAMILIES: tuple[type[Family], ...] = (Flux1,)
+FAMILIES: tuple[type[Family], ...] = (Flux1, Sd3)
 
 
 def open_family(folder: Path) -> Family:

@@ -127,12 +127,18 @@ class Family(ABC):
         """float32 ``[steps + 1]`` from 1 to 0: sigmas as the folder's own scheduler has them."""
 
     def own_schedule(
-        self, steps: int, mu: float | None = None, sigmas: list[float] | None = None
+        self,
+        steps: int,
+        *,
+        tokens: int = 0,
+        mu: float | None = None,
+        sigmas: list[float] | None = None,
     ) -> Tensor:
         """``schedule`` by diffusers' scheduler and the folder's ``scheduler_config.json``.
 
         Args:
-            mu: of a shift that depends on the picture's size.
+            tokens: in which the network takes the picture; a dynamic shift is linear in them.
+            mu: a dynamic shift of another form instead.
             sigmas: before the shift, ``[steps]``; none leaves them to the scheduler.
 
         Raises:
@@ -144,7 +150,11 @@ class Family(ABC):
                 "scheduler_config.json; put it there, or use schedule: static"
             )
         scheduler = getattr(diffusers, self.scheduler).from_config(self.configs["scheduler"])
-        scheduler.set_timesteps(steps, mu=mu, sigmas=sigmas)
+        c = scheduler.config
+        if mu is None and c.use_dynamic_shifting:
+            slope = (c.max_shift - c.base_shift) / (c.max_image_seq_len - c.base_image_seq_len)
+            mu = c.base_shift + slope * (tokens - c.base_image_seq_len)
+        scheduler.set_timesteps(None if sigmas else steps, mu=mu, sigmas=sigmas)
         schedule: Tensor = scheduler.sigmas
         return schedule
 

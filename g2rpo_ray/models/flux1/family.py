@@ -10,7 +10,7 @@ from torch import Tensor
 from g2rpo_ray.maths.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family, GuidanceKind
-from g2rpo_ray.models.flux1.published import FLUX1_DEV
+from g2rpo_ray.models.flux1.published import FLUX1_DEV, FLUX1_KREA_DEV, FLUX1_SCHNELL
 from g2rpo_ray.models.latents import LatentShape
 
 
@@ -36,7 +36,11 @@ class Flux1(Family):
         "proj_mlp", "single_transformer_blocks.*.proj_out",
     )  # fmt: skip
     multiple_of = 16
-    published: ClassVar = {"FLUX.1-dev": FLUX1_DEV}
+    published: ClassVar = {
+        "FLUX.1-dev": FLUX1_DEV,
+        "FLUX.1-Krea-dev": FLUX1_KREA_DEV,
+        "FLUX.1-schnell": FLUX1_SCHNELL,
+    }
 
     def problem(self, folder: Path) -> str | None:
         # What a file leaves out has diffusers' default.

@@ -1,5 +1,7 @@
 """FLUX.1 as published."""
 
+from dataclasses import replace
+
 from g2rpo_ray.models.family import Published
 
 FLUX1_DEV = Published(
@@ -46,5 +48,25 @@ FLUX1_DEV = Published(
             "shift": 3.0,
             "use_dynamic_shifting": True,
         },
+    },
+)
+FLUX1_KREA_DEV = replace(
+    FLUX1_DEV,
+    repo="black-forest-labs/FLUX.1-Krea-dev",
+    revision=None,
+    licence=dict(FLUX1_DEV.licence)
+    | {
+        "license_link": "https://huggingface.co/black-forest-labs/FLUX.1-Krea-dev/blob/main/LICENSE.md"
+    },
+)
+FLUX1_SCHNELL = Published(
+    repo="black-forest-labs/FLUX.1-schnell",
+    revision="741f7c3ce8b383c54771c7003378a50191e9efe9",
+    terms="the conditions on the repository's page",
+    licence={"license": "apache-2.0"},
+    configs=FLUX1_DEV.configs
+    | {
+        "transformer": FLUX1_DEV.configs["transformer"] | {"guidance_embeds": False},
+        "scheduler": FLUX1_DEV.configs["scheduler"] | {"shift": 1.0, "use_dynamic_shifting": False},
     },
 )
