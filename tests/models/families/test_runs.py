@@ -1,8 +1,9 @@
 """A whole run of every family: trained, killed, resumed, evaluated, drawn from and exported."""
 
+import os
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,11 @@ import torch
 from PIL import Image
 
 from g2rpo_ray.config import Config
-from g2rpo_ray.evaluation import evaluate as evaluate_module
-from g2rpo_ray.evaluation.evaluate import evaluate
 from g2rpo_ray.evaluation.sample import SampleOptions, sample
 from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.run.export import export
-from tests.integration.command import wait_until
+from tests.integration.command import TIMEOUT_S, python_path, wait_until
 from tests.integration.test_train import Start, assert_same_bits, start
 from tests.models.families.folders import TINY, family_config, tiny_folder
 from tests.tiny import CAPTIONS
@@ -65,8 +64,8 @@ def test_a_whole_run(start: Start, name: str, tmp_path: Path) -> None:
     # By two workers and through a kill, as by one in one go.
     assert_same_bits(tmp_path / "killed", tmp_path / "whole")
 
-    evaluated = evaluate_here(config, tmp_path / "evaluation")
-    assert {row.name for row in evaluated} >= {"base", "last"}
+    table = evaluated(tmp_path / "whole", tmp_path / "evaluation")
+    assert f"guidance {config.sampling.guidance:g}" in table
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     assert export(config, adapter) == "adapter"
     assert export(config, merged, merge=True) == "merged"
@@ -103,6 +102,16 @@ def check_adapter(name: str, adapter: Path, merged: Path) -> None:
     assert any(not torch.equal(found[tensor], base[tensor]) for tensor in base)
 
 
-def evaluate_here(config: Config, folder: Path) -> list:
-    """In the tests' own Ray."""
-    return evaluate(config, checkpoints=["base", "last"], steps=[3], folder=folder)
+def evaluated(run_dir: Path, out: Path) -> str:
+    """The table of ``g2rpo evaluate``, with a Ray of its own."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    command = [sys.executable, "-m", "g2rpo_ray.cli", "evaluate", str(run_dir), "--steps", "3"]
+    done = subprocess.run(
+        [*command, "--out", str(out)],
+        env=environment | {"PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return (out / "table.md").read_text()
