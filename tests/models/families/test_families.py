@@ -5,31 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from g2rpo_ray.config import Config
-from g2rpo_ray.learner.update import UpdateReport, update_on_groups
 from g2rpo_ray.models.families import FAMILIES, open_family
 from g2rpo_ray.models.kernels import compile_blocks
-from g2rpo_ray.models.policy import Policy, load_policy
-from g2rpo_ray.sampling.group import RolloutGroup
+from g2rpo_ray.models.policy import load_policy
 from tests.models.families.folders import GUIDED, TINY, family_config, tiny_folder
+from tests.rollout.test_update import update
 from tests.rollout.tiny import ALGORITHMS, PlainEngine
 from tests.scripts.loading import load_script
 from tests.tiny import draw_groups, encode
 
-CPU = torch.device("cpu")
 MOST_BYTES = 2**20
-
-
-def update(config: Config, policy: Policy, groups: list[RolloutGroup]) -> UpdateReport:
-    return update_on_groups(
-        PlainEngine(policy),
-        groups,
-        [1.0] * len(groups),
-        config=config,
-        prompts=len(groups),
-        ranks=1,
-        device=CPU,
-    )
 
 
 def test_every_family_has_a_tiny_folder() -> None:
@@ -74,7 +59,7 @@ def test_the_ratio_before_the_first_update_is_exactly_one(
         negative_prompt=negative,
     )
     groups = draw_groups(config, encode(config)[:1])
-    report = update(config, load_policy(config), groups)
+    report = update(PlainEngine(load_policy(config)), groups, config)
     assert report.records
     assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
     assert report.grad_norms[0] > 0

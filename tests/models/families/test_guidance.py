@@ -7,7 +7,6 @@ import torch
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import config_from_dict
-from g2rpo_ray.learner.update import update_on_groups
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.models.policy import load_policy
@@ -15,6 +14,7 @@ from g2rpo_ray.plan.costs import load_costs
 from g2rpo_ray.plan.memory import learner_memory, rollout_memory
 from g2rpo_ray.plan.networks import policy_size
 from tests.models.families.folders import family_config
+from tests.rollout.test_update import update
 from tests.rollout.tiny import PlainEngine
 from tests.tiny import draw_groups, encode
 
@@ -94,9 +94,7 @@ def test_a_learner_without_guidance_starts_from_a_ratio_of_one_and_learns() -> N
     config = family_config("sd3", *UNGUIDED, "learner.update=per_sde_step")
     groups = draw_groups(config, encode(config)[:1])
     engine = PlainEngine(load_policy(config, guided=False))
-    report = update_on_groups(
-        engine, groups, [1.0], config=config, prompts=1, ranks=1, device=torch.device("cpu")
-    )
+    report = update(engine, groups, config)
     first = [record for record in report.records if record.update == 0]
     assert max(record.health.max_abs_log_ratio for record in first) == 0.0
     assert all(torch.tensor(record.loss).isfinite() for record in report.records)

@@ -28,6 +28,7 @@ def _build(folder: Path, *, guidance: bool) -> None:
     shutil.copytree(flux, folder, ignore=shutil.ignore_patterns("transformer", "vae"))
     tiny_vae(0.3611, 0.1159).save_pretrained(folder / "vae")
     config = json.loads((flux / "transformer" / "config.json").read_text())
-    sizes = {"num_layers": 1, "num_single_layers": 1, "guidance_embeds": guidance}
-    sizes |= {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
-    FluxTransformer2DModel.from_config(config | sizes).save_pretrained(folder / "transformer")
+    sizes = dict.fromkeys(("num_layers", "num_single_layers"), 1)
+    sizes |= {"attention_head_dim": 16, "num_attention_heads": 2}
+    config |= sizes | {"axes_dims_rope": (4, 6, 6), "guidance_embeds": guidance}
+    FluxTransformer2DModel.from_config(config).save_pretrained(folder / "transformer")
