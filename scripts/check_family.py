@@ -59,7 +59,7 @@ def by_diffusers(family: Family, folder: Path, options: argparse.Namespace) -> W
         output_type="np",
         return_dict=False,
         **({"num_frames": options.frames} if options.frames > 1 else {}),
-        **family.pipeline_arguments(options.guidance),
+        **family.pipeline_arguments(options.guidance, options.negative_prompt),
         **_needed(family),
     )
     return latents, torch.from_numpy(pictures) * 255
@@ -70,7 +70,9 @@ def by_us(family: Family, folder: Path, options: argparse.Namespace, noise: Tens
     model = ModelSection(path=str(folder), dtype="float32")
     call = inspect.signature(family.pipeline_class.__call__)
     default = call.parameters["max_sequence_length"].default
-    encoder = TextEncoder(model, _needed(family).get("max_sequence_length", default))
+    length = _needed(family).get("max_sequence_length", default)
+    negative = options.negative_prompt if family.passes(options.guidance) == 2 else None
+    encoder = TextEncoder(model, length, negative=negative)
     shape = family.latents(options.height, options.width, options.frames)
     policy = Policy(family, load_part(model, "transformer", torch.float32), shape, options.guidance)
     sampler = Sampler(Evaluator(policy, 1), family.schedule(options.steps, shape))
@@ -94,6 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", help="in diffusers' layout; tiny_world:flux is in the package")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--guidance", type=float, default=3.5)
+    parser.add_argument("--negative-prompt", default="", help="of classifier-free guidance")
     parser.add_argument("--height", type=int, default=64, help="pixels")
     parser.add_argument("--width", type=int, default=64, help="pixels")
     parser.add_argument("--frames", type=int, default=1, help="of a video")

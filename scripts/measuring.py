@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -81,14 +82,16 @@ def write_scorer(path: Path, device: torch.device | str = "cpu") -> dict[str, An
 def random_conditioning(
     family: Family, transformer: Any, tokens: int, dtype: torch.dtype, seed: int = 0
 ) -> Conditioning:
-    """Of a prompt, on the CPU, in the shapes that the family's text encoders give."""
+    """Of a prompt, on the CPU, in the shapes that the family's text encoders give; where it is
+    guided by a second pass, with a negative one."""
     generator = torch.Generator().manual_seed(seed)
     blank = family.blank(transformer, tokens, torch.float32, "meta")
     tensors = {
         name: torch.randn(tensor.shape, generator=generator).to(dtype)
         for name, tensor in blank.tensors.items()
     }
-    return Conditioning(tensors)
+    prompt = Conditioning(tensors)
+    return replace(prompt, negative=prompt) if family.guidance_kind == "cfg" else prompt
 
 
 def join_alone(device: torch.device) -> None:

@@ -109,6 +109,10 @@ class LearnerSection(Section):
     old_log_prob: Literal["rollout", "learner"] = "rollout"
     """Whose velocity gives the old log-probability: the rollout's, or the learner's own before its
     first update, where the two compute in another form (merged LoRA, other precision)."""
+    unguided: bool = False
+    """Train the conditional pass alone where classifier-free guidance draws with two: half the
+    work, but the ratio is then of another Gaussian than the one that drew (``docs/models.md`` has
+    the cost). Needs ``old_log_prob: learner``."""
     timeout_s: float = Field(1800.0, gt=0)
     """A rank that takes longer for an update or a collective counts as hanging, and the learner is
     rebuilt. Once there is a history, five times the median update is enough."""

@@ -76,6 +76,12 @@ class Config(Section):
                 f"learner.normalise_ratio is true and sampling.log_prob is "
                 f"{self.sampling.log_prob}; it needs log_prob: gaussian"
             )
+        if self.learner.unguided and self.learner.old_log_prob != "learner":
+            raise ValueError(
+                "learner.unguided is true and learner.old_log_prob is rollout: the rollout's "
+                "velocities are guided, and the ratio would not begin at 1; set old_log_prob: "
+                "learner"
+            )
         if not self.trained_rewards:
             raise ValueError("rewards: every weight is 0; at least one reward must be trained on")
         self._check_evaluation()

@@ -24,7 +24,11 @@ class SamplingSection(Section):
     shift: float = Field(3.0, gt=0)
     """Static shift of the schedule; the papers use 3."""
     guidance: float = Field(3.5, ge=0)
-    """Guidance scale, as the model takes it; one without guidance does not read it."""
+    """Guidance scale, as the model's pipeline takes it: an input of FLUX.1-dev's network; of
+    other models that of classifier-free guidance, two passes of the network in one evaluation. A
+    distilled model takes none: 1."""
+    negative_prompt: str = ""
+    """Text of the second pass of classifier-free guidance."""
     sde: SdeKind = "flow"
     """Kind of the stochastic step."""
     eta: float = Field(0.7, gt=0)

@@ -20,6 +20,7 @@ from g2rpo_ray.evaluation.table import (
     write_table_parquet,
 )
 from g2rpo_ray.learner.checkpoints.format import weights_checksum
+from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.prompts.dataset import evenly, read_config_prompts
 from g2rpo_ray.rewards.section import RewardSection
@@ -127,6 +128,8 @@ def _request(
             key: getattr(config.sampling, key)
             for key in ("height", "width", "schedule", "shift", "guidance")
         },
+        # Only where there is one: folders begun before there were any go on.
+        **({"negative_prompt": negative} if (negative := negative_prompt(config)) else {}),
         "max_sequence_length": config.prompts.max_sequence_length,
         "rewards": {
             name: {"kind": reward.kind, "options": reward.options}
@@ -137,8 +140,9 @@ def _request(
 
 def _protocol(config: Config) -> str:
     sampling, evaluation = config.sampling, config.evaluation
+    negative = f" from {sampling.negative_prompt!r}" if sampling.negative_prompt else ""
     return (
         f"{sampling.width} x {sampling.height} pictures, {evaluation.pictures_per_prompt} of each "
         f"prompt from fixed noise, by ODE, {sampling.schedule} schedule, guidance "
-        f"{sampling.guidance:g}; prompts: {config.prompts.heldout}"
+        f"{sampling.guidance:g}{negative}; prompts: {config.prompts.heldout}"
     )

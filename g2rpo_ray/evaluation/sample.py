@@ -14,6 +14,7 @@ from g2rpo_ray.common.device import describe_device, role_device
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import DTYPES, check_model, load_part
 from g2rpo_ray.models.policy import Policy
@@ -98,7 +99,8 @@ def _make_writable(folder: Path) -> None:
 
 
 def _encode(config: Config, prompts: Sequence[str], device: torch.device) -> list[Conditioning]:
-    encoder = TextEncoder(config.model, config.prompts.max_sequence_length, str(device))
+    length, negative = config.prompts.max_sequence_length, negative_prompt(config)
+    encoder = TextEncoder(config.model, length, str(device), negative)
     return [encoder.encode(prompt).to(device) for prompt in prompts]
 
 

@@ -13,13 +13,25 @@ class Conditioning:
 
     tensors: Mapping[str, Tensor]
     """``[tokens, dim]``, or ``[dim]`` for the whole text, in the model's dtype."""
+    negative: "Conditioning | None" = None
+    """Of the negative prompt, where classifier-free guidance takes two passes."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
+
+    @property
+    def opposite(self) -> "Conditioning":
+        """``negative``, for a pass that cannot do without."""
+        if self.negative is None:
+            raise ValueError("guidance takes two passes, and this conditioning has no negative one")
+        return self.negative
 
     @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
 
     def to(self, device: torch.device) -> "Conditioning":
-        return Conditioning({name: tensor.to(device) for name, tensor in self.tensors.items()})
+        return Conditioning(
+            {name: tensor.to(device) for name, tensor in self.tensors.items()},
+            self.negative and self.negative.to(device),
+        )

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 from g2rpo_ray.common.files import read_json_object
+from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.flux1.family import Flux1
 from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.sd3.family import Sd3
 
-FAMILIES: tuple[type[Family], ...] = (Flux1,)
+FAMILIES: tuple[type[Family], ...] = (Flux1, Sd3)
 
 
 def open_family(folder: Path) -> Family:
@@ -32,6 +34,7 @@ def open_family(folder: Path) -> Family:
             f"{index_file}: _class_name is {name!r}; families of models known here: "
             f"{', '.join(family.pipeline for family in FAMILIES)}"
         )
+    _check_scheduler(folder, cls)
     for part, expected in cls.parts.items():
         is_tokenizer = part.startswith("tokenizer")
         config_file = "tokenizer_config.json" if is_tokenizer else "config.json"
@@ -72,4 +75,42 @@ def latents_of(config: Config, family: Family) -> LatentShape:
                     f"{section}.{side} is {pixels}; it must be a multiple of {family.multiple_of} "
                     f"(a {family.pipeline} packs so many pixels into a token)"
                 )
-    return family.latents(config.sampling.height, config.sampling.width)
+    sampling, deployed = config.sampling, config.evaluation
+    family.latents(deployed.height or sampling.height, deployed.width or sampling.width)
+    return family.latents(sampling.height, sampling.width)
+
+
+def check_guidance(config: Config, family: Family) -> None:
+    """
+    Raises:
+        ModelFolderError: guidance and negative prompt do not fit the model, or the learner has no
+            guidance to leave out.
+    """
+    sampling = config.sampling
+    problem = family.guidance_problem(sampling.guidance, sampling.negative_prompt)
+    if problem is None and config.learner.unguided and family.passes(sampling.guidance) == 1:
+        problem = (
+            f"learner.unguided is true, and an evaluation of this {family.pipeline} with "
+            f"sampling.guidance {sampling.guidance:g} is one pass: there is no other to leave out; "
+            "set learner.unguided: false"
+        )
+    if problem:
+        raise ModelFolderError(f"model.path {config.model.path!r}: {problem}")
+
+
+def negative_prompt(config: Config) -> str | None:
+    """``sampling.negative_prompt``; None where guidance takes no second pass on it."""
+    two = open_family(resolve_path(config.model.path)).passes(config.sampling.guidance) == 2
+    return config.sampling.negative_prompt if two else None
+
+
+def _check_scheduler(folder: Path, cls: type[Family]) -> None:
+    file = folder / "scheduler" / "scheduler_config.json"
+    if not file.is_file():
+        return
+    found = read_json_object(file, ModelFolderError).get("_class_name", cls.scheduler)
+    if found != cls.scheduler:
+        raise ModelFolderError(
+            f"{file}: _class_name is {found}; a {cls.pipeline} is trained on the flow of a "
+            f"{cls.scheduler}: put the published folder's scheduler there"
+        )

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import diffusers
 import torch
@@ -14,6 +14,10 @@ from torch import Tensor
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.latents import LatentShape
+
+GuidanceKind = Literal["cfg", "embedded", "none"]
+"""``cfg``: a second pass on a negative prompt (classifier-free guidance); ``embedded``: the scale
+is an input of the network; ``none``: distilled, it takes no scale."""
 
 
 class ModelFolderError(InputError):
@@ -25,10 +29,10 @@ class Published:
     """A model of a family on the hub."""
 
     repo: str
-    revision: str
-    """Commit."""
+    revision: str | None
+    """Commit; none as in the catalogue."""
     terms: str
-    """What must be accepted before the hub gives it out."""
+    """What must be accepted before the hub gives it out; empty where nothing must."""
     licence: Mapping[str, str]
     """As the hub reads it at the head of a model card."""
     configs: dict[str, dict[str, Any]]
@@ -57,6 +61,10 @@ class Family(ABC):
     """Pixels: a picture's height and width are multiples of it."""
     published: ClassVar[Mapping[str, Published]]
     """See ``read_published``."""
+    scheduler: ClassVar[str] = "FlowMatchEulerDiscreteScheduler"
+    """Class of the folder's scheduler, of diffusers."""
+    unguided: ClassVar[float] = 1.0
+    """Guidance scale up to which the conditional pass stands alone."""
 
     def __init__(self, configs: dict[str, dict[str, Any]]) -> None:
         """
@@ -76,13 +84,36 @@ class Family(ABC):
         """Of diffusers."""
         return getattr(diffusers, self.pipeline)
 
-    def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
+    def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:
         """How diffusers' pipeline is told the guidance, as keyword arguments."""
-        return {"guidance_scale": guidance}
+        negative = {"negative_prompt": negative_prompt} if self.passes(guidance) == 2 else {}
+        return {"guidance_scale": guidance} | negative
 
-    def passes(self, guidance: float) -> int:  # noqa: ARG002
+    @property
+    @abstractmethod
+    def guidance_kind(self) -> GuidanceKind:
+        """What this folder's network makes of a guidance scale."""
+
+    def passes(self, guidance: float) -> int:
         """Passes of the network in one evaluation: 2 with classifier-free guidance."""
-        return 1
+        return 2 if self.guidance_kind == "cfg" and guidance > self.unguided else 1
+
+    def guidance_problem(self, guidance: float, negative_prompt: str) -> str | None:
+        """Why ``sampling.guidance`` and ``negative_prompt`` do not fit this folder's model."""
+        if self.guidance_kind == "none" and guidance > self.unguided:
+            return (
+                f"sampling.guidance is {guidance:g}, and this {self.pipeline} was distilled to "
+                f"take none; set sampling.guidance: {self.unguided:g}"
+            )
+        if negative_prompt and self.passes(guidance) == 1:
+            why = (
+                f"guidance {guidance:g} is the conditional pass alone; use more than "
+                f"{self.unguided:g}, or leave it out"
+                if self.guidance_kind == "cfg"
+                else f"this {self.pipeline} is not guided by one; leave it out"
+            )
+            return f"sampling.negative_prompt is {negative_prompt!r:.80}, and {why}"
+        return None
 
     def problem(self, folder: Path) -> str | None:  # noqa: ARG002
         """Why the parts of ``folder`` do not fit each other or cannot be trained, if so."""
@@ -94,11 +125,46 @@ class Family(ABC):
 
         Tokens are those of diffusers' pipeline or, where it holds latents unpacked, their places
         in its order, with the channels last.
+
+        Raises:
+            ModelFolderError: the model has no pictures of such a size.
         """
 
     @abstractmethod
     def schedule(self, steps: int, latents: LatentShape) -> Tensor:
         """float32 ``[steps + 1]`` from 1 to 0: sigmas as the folder's own scheduler has them."""
+
+    def own_schedule(
+        self,
+        steps: int,
+        *,
+        tokens: int = 0,
+        mu: float | None = None,
+        sigmas: list[float] | None = None,
+    ) -> Tensor:
+        """``schedule`` by diffusers' scheduler and the folder's ``scheduler_config.json``.
+
+        Args:
+            tokens: in which the network takes the picture; a dynamic shift is linear in them.
+            mu: a dynamic shift of another form instead.
+            sigmas: before the shift, ``[steps]``; none leaves them to the scheduler.
+
+        Raises:
+            ModelFolderError: the folder has no such file.
+        """
+        if "scheduler" not in self.configs:
+            raise ModelFolderError(
+                "sampling.schedule is dynamic and model.path has no scheduler/"
+                "scheduler_config.json; put it there, or use schedule: static"
+            )
+        scheduler = getattr(diffusers, self.scheduler).from_config(self.configs["scheduler"])
+        c = scheduler.config
+        if mu is None and c.use_dynamic_shifting:
+            slope = (c.max_shift - c.base_shift) / (c.max_image_seq_len - c.base_image_seq_len)
+            mu = c.base_shift + slope * (tokens - c.base_image_seq_len)
+        scheduler.set_timesteps(None if sigmas else steps, mu=mu, sigmas=sigmas)
+        schedule: Tensor = scheduler.sigmas
+        return schedule
 
     @abstractmethod
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
@@ -112,7 +178,8 @@ class Family(ABC):
     def blank(
         self, transformer: Any, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> Conditioning:
-        """Zeros in the shapes that ``encode`` gives, for warming up and counting."""
+        """Zeros in the shapes that ``encode`` gives, for warming up and counting; see also
+        ``Policy.blank``."""
 
     @abstractmethod
     def velocity(
@@ -124,8 +191,11 @@ class Family(ABC):
         guidance: float,
         latents: LatentShape,
     ) -> Tensor:
-        """``noise - x_0`` of every latent ``x`` at its ``sigma``, see ``Policy.forward``; with
-        classifier-free guidance in as many ``passes`` as that needs."""
+        """``noise - x_0`` of every latent ``x`` at its ``sigma``, see ``Policy.forward``.
+
+        Where ``passes(guidance)`` is 2 it is the guided one, of ``conditioning`` and its
+        ``opposite``, in one batch where their shapes allow it.
+        """
 
     @abstractmethod
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:

@@ -6,11 +6,12 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
-from g2rpo_ray.models.families import latents_of, open_family
+from g2rpo_ray.models.families import check_guidance, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.saving import open_weights
 
@@ -22,13 +23,14 @@ RANDOM_STD = 0.02
 
 def check_model(config: Config) -> Path:
     """The folder of ``model.path``: of a family known here that has pictures of the configured
-    sizes, with every part in place and every weight file whole.
+    sizes and takes the configured guidance, with every part in place and every weight file whole.
 
     Which tensors the files hold is checked on loading.
 
     Raises:
         ModelFolderError: the folder or a part of it is missing, of another class or another model,
-            or cut short; or the model has no pictures of such a size.
+            or cut short; or the model has no pictures of such a size, takes no such guidance, or
+            says nothing of its own schedule, which is asked for.
     """
     folder = resolve_path(config.model.path)
     if not folder.is_dir():
@@ -39,7 +41,10 @@ def check_model(config: Config) -> Path:
             # Reads the header alone, and compares it with the file's length.
             with open_weights(file):
                 pass
-    latents_of(config, family)
+    latents = latents_of(config, family)
+    check_guidance(config, family)
+    if config.sampling.schedule == "dynamic":
+        family.schedule(config.sampling.steps, latents)
     return folder
 
 
@@ -55,7 +60,7 @@ def load_part(
     """
     family = open_family(resolve_path(model.path))
     if model.random_weights and part in ("transformer", "vae"):
-        return _random_network(on_meta(family, part), dtype, device)
+        return _random_network(_class_of(family, part), family.configs[part], dtype, device)
     folder = resolve_path(model.path) / part
     cls = _class_of(family, part)
     is_network = not part.startswith("tokenizer")
@@ -88,9 +93,17 @@ def _class_of(family: Family, part: str) -> Any:
     return getattr(library, family.parts[part])
 
 
-def _random_network(network: Any, dtype: torch.dtype, device: torch.device | str) -> Any:
+def _random_network(
+    cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str
+) -> Any:
     """Small random numbers in every layer, the same ones in every role on the same kind of card."""
-    network = network.to(dtype).to_empty(device=device)
+    with init_empty_weights(include_buffers=False):
+        network = cls.from_config(config).to(dtype)
+    # Tables of positions are buffers: no weights, and not to be random.
+    buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    network = network.to_empty(device=device)
+    for name, buffer in network.named_buffers():
+        buffer.copy_(buffers[name])
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in network.named_parameters():

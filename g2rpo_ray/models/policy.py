@@ -4,6 +4,7 @@ Timestep, guidance, ids and dtype are decided here and in the model's family, an
 importance ratio before the first update is 1 only if both sides call the network in the same way.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,16 +63,28 @@ class Policy(nn.Module):
             self.transformer, latents, sigma, embeds, self.guidance, self.shape
         )
 
+    def blank(self, length: int, dtype: torch.dtype, device: torch.device | str) -> Conditioning:
+        """Zeros in the shapes of a prompt's conditioning, see ``Family.blank``; with those of a
+        negative prompt where an evaluation takes both."""
+        blank = self.family.blank(self.transformer, length, dtype, device)
+        two = self.family.passes(self.guidance) == 2
+        return replace(blank, negative=blank) if two else blank
+
     def blocks(self) -> list[tuple[str, nn.Module]]:
         """The transformer's repeated blocks, by their names in the policy."""
         wanted = self.family.blocks
         return [(name, m) for name, m in self.named_modules() if type(m).__name__ in wanted]
 
 
-def load_policy(config: Config, device: torch.device | str = "cpu") -> Policy:
+def load_policy(
+    config: Config, device: torch.device | str = "cpu", *, guided: bool = True
+) -> Policy:
     """The policy of ``config.model``, with fresh LoRA adapters where it asks for them.
 
     Adapters start from the run's seed, so every role builds the same ones.
+
+    Args:
+        guided: by ``sampling.guidance``; else the conditional pass alone.
 
     Raises:
         ModelFolderError: the transformer cannot be loaded, or takes other latents than the VAE's.
@@ -88,6 +101,5 @@ def load_policy(config: Config, device: torch.device | str = "cpu") -> Policy:
         add_lora(transformer, config.model.lora, family, seed=config.seed)
     if config.model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
-    return Policy(
-        family, transformer, shape, config.sampling.guidance, config.model.truncate_timesteps
-    )
+    guidance = config.sampling.guidance if guided else family.unguided
+    return Policy(family, transformer, shape, guidance, config.model.truncate_timesteps)

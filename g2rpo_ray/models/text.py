@@ -1,6 +1,7 @@
 """Prompts to conditioning, as diffusers' own pipeline of the model computes it."""
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +18,18 @@ class TextEncoder:
     Prompts are encoded one at a time: their conditioning is a function of the text alone.
     """
 
-    def __init__(self, model: ModelSection, max_sequence_length: int, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        model: ModelSection,
+        max_sequence_length: int,
+        device: str = "cpu",
+        negative: str | None = None,
+    ) -> None:
+        """
+        Args:
+            negative: text of the second pass of guidance, see ``families.negative_prompt``; it is
+                encoded once.
+        """
         # Longer texts are cut, as documented: a line for each of them would drown everything else.
         for library in ("diffusers.pipelines", "transformers.tokenization_utils_base"):
             logging.getLogger(library).setLevel(logging.ERROR)
@@ -30,8 +42,14 @@ class TextEncoder:
             transformer=None, vae=None, scheduler=None, **parts
         )
 
-    @torch.no_grad()  # not inference_mode: the learner's graph takes embeddings in
+        self.negative = None if negative is None else self._encode(negative)
+        """Conditioning of the negative prompt."""
+
     def encode(self, text: str) -> Conditioning:
         """Of one prompt, on the CPU; longer texts are cut to the encoders' lengths."""
+        return replace(self._encode(text), negative=self.negative)
+
+    @torch.no_grad()  # not inference_mode: the learner's graph takes embeddings in
+    def _encode(self, text: str) -> Conditioning:
         encoded = self._family.encode(self._pipeline, text, self._length)
         return encoded.to(torch.device("cpu"))

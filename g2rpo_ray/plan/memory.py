@@ -94,7 +94,7 @@ def learner_memory(
     reference = costs.reference
     measured = _measured_alike(costs, config.model.gradient_checkpointing)
     activations = _activations_gib(costs, measured, rows)
-    activations *= size.passes * size.tokens * size.width * size.blocks
+    activations *= size.learner_passes * size.tokens * size.width * size.blocks
     activations /= reference.tokens * reference.width * reference.blocks
     # Activations are gone when the optimizer steps: the larger of the two counts.
     working = max(activations, on_card * STEP_BYTES / GIB)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
-from g2rpo_ray.models.families import FAMILIES, latents_of, open_family
+from g2rpo_ray.models.families import FAMILIES, check_guidance, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import on_meta
@@ -60,10 +60,17 @@ class PolicySize:
     """Image and text tokens of one sample."""
     passes: int
     """Of the network, in one evaluation."""
+    learner_passes: int
+    """Of the network, for one latent in the learner: fewer with ``learner.unguided``."""
     pixels: int
     evaluation: Operations
     """All passes, adapters included."""
     decode: Operations
+
+    @property
+    def learner_tflop(self) -> float:
+        """Of one latent's forward pass in the learner, adapters included."""
+        return self.evaluation.tflop * self.learner_passes / self.passes
 
     @property
     def held_parameters(self) -> int:
@@ -84,13 +91,14 @@ def policy_size(config: Config) -> PolicySize:
 
     Raises:
         ModelFolderError: the folder is there and its configuration cannot be used, it has no
-            pictures of such a size, or ``trained_modules`` or ``lora.target_modules`` names nothing
-            in it.
+            pictures of such a size or takes no such guidance, or ``trained_modules`` or
+            ``lora.target_modules`` names nothing in it.
     """
     family, source = planned_family(config.model.path)
     latents_of(config, family)
+    check_guidance(config, family)
     # Counting the largest models takes seconds: equal questions are answered once.
-    asked = config.model_dump_json(include={"model", "sampling", "prompts"})
+    asked = config.model_dump_json(include={"model", "sampling", "prompts", "learner"})
     key = type(family), source, json.dumps(family.configs), asked
     try:
         if key not in _COUNTED:
@@ -141,6 +149,7 @@ def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
         blocks=len(policy.blocks()),
         tokens=family.tokens(latents, text_tokens),
         passes=family.passes(sampling.guidance),
+        learner_passes=1 if config.learner.unguided else family.passes(sampling.guidance),
         pixels=sampling.height * sampling.width,
         evaluation=evaluation_operations(policy, text_tokens),
         decode=decode_operations(family, vae, latents),
@@ -176,7 +185,7 @@ def scorer_size(architecture: str) -> ScorerSize:
 
 def evaluation_operations(policy: Policy, text_tokens: int) -> Operations:
     """Of one velocity prediction. Modulation is applied once a sample, not once a token."""
-    embeds = policy.family.blank(policy.transformer, text_tokens, torch.float32, "meta")
+    embeds = policy.blank(text_tokens, torch.float32, "meta")
     latents = torch.empty(1, *policy.shape.packed, device="meta")
     sigma = torch.empty(1, device="meta")
     return count_operations(lambda: policy(latents, sigma, embeds))

@@ -83,7 +83,7 @@ def as_text(plan: Plan) -> str:
         f"({', '.join(f'{name} {count}' for name, count in calls.items())})",
         f"{'policy':>15}  {size.parameters:,} parameters, "
         f"{size.trained_parameters:,} trained, "
-        f"{size.evaluation.tflop:.3g} TFLOP an evaluation "
+        f"{size.evaluation.tflop:.3g} TFLOP an evaluation of {size.passes} pass(es) "
         f"({size.evaluation.attention / 1e12:.3g} of them attention), "
         f"{size.decode.tflop:.3g} a decode",
         f"{'costs':>15}  {costs.card}, measured {costs.date} with torch {costs.versions['torch']}",

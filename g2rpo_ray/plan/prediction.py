@@ -197,7 +197,7 @@ class Predictor:
         prompts = math.ceil(config.sampling.prompts_per_iteration / ranks)
         passes, latents = prompts * work.learner_batches, prompts * work.counts.learner_passes
         cost, forwards = self._learner_cost()
-        forward_tflop = latents * self.size.evaluation.tflop
+        forward_tflop = latents * self.size.learner_tflop
         seconds = cost.time_s(passes, forwards * forward_tflop)
         extra_forwards = (config.learner.kl_weight > 0) + (config.learner.old_log_prob == "learner")
         evaluation = costs.pass_cost("evaluation")

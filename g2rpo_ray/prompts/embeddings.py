@@ -2,6 +2,7 @@
 
 ``<folder>/``: ``shard_00000.safetensors`` ... with the tensors that the model's family names, each
 ``[n, ...]``; ``prompts.parquet`` with each prompt's text, shard, row and checksum;
+``negative.safetensors`` with those of the negative prompt, where guidance takes one;
 ``manifest.json``, written last.
 """
 
@@ -9,12 +10,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -22,11 +25,12 @@ from g2rpo_ray.common.files import replace_text, sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.families import negative_prompt, open_family
 from g2rpo_ray.models.fingerprint import folder_fingerprint
 from g2rpo_ray.prompts.reading import MANIFEST, PROMPTS_FILE, PromptFileError
 
 FORMAT = "g2rpo embeddings 1"
+NEGATIVE_FILE = "negative.safetensors"
 LENGTH = ".length"
 """Ends the name of the int64 ``[n]`` with the true lengths of a tensor that some prompts pad."""
 
@@ -56,6 +60,12 @@ class Manifest:
     """The shards, in order."""
     prompts_sha256: str
     """SHA-256 of prompts.parquet."""
+    pipeline: str | None = None
+    """Family of the model; none in folders of before there were several."""
+    negative_prompt: str | None = None
+    """Text in negative.safetensors; none where there is no such file."""
+    negative_checksum: str | None = None
+    """``prompt_checksum`` of it."""
 
 
 def encoder_fingerprint(model: ModelSection) -> dict[str, str]:
@@ -112,6 +122,9 @@ class Embeddings:
             raise PromptFileError(
                 f"{table}: missing or damaged (SHA-256 differs from {MANIFEST}); {_AGAIN}"
             )
+        if self.manifest.negative_prompt is not None:
+            # Read before any actor starts: every prompt needs it.
+            _ = self.negative
         self._places = {
             row["text"]: (row["shard"], row["row"], row["checksum"])
             for row in pq.read_table(table).to_pylist()
@@ -121,8 +134,24 @@ class Embeddings:
         """Refuse embeddings that the configuration's own encoders would not make.
 
         Raises:
-            PromptFileError: other encoders, precision or length; which, and what to do.
+            PromptFileError: another family, negative prompt, or other encoders, precision or
+                length; which, and what to do.
         """
+        family = open_family(resolve_path(config.model.path))
+        if self.manifest.pipeline not in (None, family.pipeline):
+            raise PromptFileError(
+                f"{self.folder / MANIFEST}: embeddings made for a {self.manifest.pipeline}, and "
+                f"model.path {config.model.path!r} is a {family.pipeline}. Embed the prompts "
+                "again: g2rpo embed"
+            )
+        negative, made_for = negative_prompt(config), self.manifest.negative_prompt
+        if negative is not None and negative != made_for:
+            there = "no negative prompt" if made_for is None else f"negative prompt {made_for!r}"
+            raise PromptFileError(
+                f"{self.folder / MANIFEST}: embeddings with {there}, and sampling.negative_prompt "
+                f"is {negative!r}. Embed the prompts again: g2rpo embed; or set "
+                "sampling.negative_prompt to what they were made with"
+            )
         wanted = encoder_fingerprint(config.model) | {
             "dtype (model.dtype)": config.model.dtype,
             "prompts.max_sequence_length": str(config.prompts.max_sequence_length),
@@ -172,6 +201,22 @@ class Embeddings:
                 f"{_AGAIN}"
             )
         return embeds
+
+    @cached_property
+    def negative(self) -> Conditioning:
+        """Of the manifest's negative prompt, compared with its checksum.
+
+        Raises:
+            PromptFileError: the file is missing or damaged.
+        """
+        path = self.folder / NEGATIVE_FILE
+        try:
+            negative = Conditioning(load_file(path))
+        except (OSError, SafetensorError) as error:
+            raise PromptFileError(f"{path}: missing or damaged: {error}; {_AGAIN}") from error
+        if prompt_checksum(negative) != self.manifest.negative_checksum:
+            raise PromptFileError(f"{path}: damaged: its checksum differs; {_AGAIN}")
+        return negative
 
 
 _AGAIN = "remove the folder and run g2rpo embed again"

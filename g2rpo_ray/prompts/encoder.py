@@ -1,7 +1,9 @@
 """Who encodes prompts: a run's one actor, and the Ray Data workers of ``g2rpo embed``."""
 
 import hashlib
+import os
 import time
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from safetensors.torch import save
 from g2rpo_ray.common.device import role_device
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, open_embeddings
-from g2rpo_ray.prompts.embeddings import prompt_checksum, stacked
+from g2rpo_ray.prompts.embeddings import NEGATIVE_FILE, prompt_checksum, stacked
 
 CACHED_PROMPTS = 256
 
@@ -25,7 +28,7 @@ class PromptEncoder:
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(config.rollout.threads)
-        self._config = config
+        self._config, self._negative = config, negative_prompt(config)
         opened = [open_embeddings(path) for path in (config.prompts.train, config.prompts.heldout)]
         self._embedded = [embeddings for embeddings in opened if embeddings]
         self._encode = lru_cache(CACHED_PROMPTS)(self._embeds)
@@ -36,7 +39,8 @@ class PromptEncoder:
     def _embeds(self, text: str) -> Conditioning:
         for embeddings in self._embedded:
             if text in embeddings:
-                return embeddings.embeds(text)
+                negative = None if self._negative is None else embeddings.negative
+                return replace(embeddings.embeds(text), negative=negative)
         return self._encoder.encode(text)
 
     @cached_property
@@ -44,7 +48,8 @@ class PromptEncoder:
         """Loaded when a prompt first needs it: never, if all of them were embedded before."""
         prompts = self._config.prompts
         device = role_device(prompts.encoder_gpus, "prompts.encoder_gpus")
-        return TextEncoder(self._config.model, prompts.max_sequence_length, device.type)
+        length = prompts.max_sequence_length
+        return TextEncoder(self._config.model, length, device.type, self._negative)
 
 
 class ShardEncoder:
@@ -53,7 +58,8 @@ class ShardEncoder:
     def __init__(self, config: Config, folder: Path, gpus: float) -> None:
         torch.set_num_threads(config.rollout.threads)
         device = role_device(gpus, "--gpus-per-worker").type
-        self._encoder = TextEncoder(config.model, config.prompts.max_sequence_length, device)
+        length, negative = config.prompts.max_sequence_length, negative_prompt(config)
+        self._encoder = TextEncoder(config.model, length, device, negative)
         self._folder = folder
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -62,12 +68,13 @@ class ShardEncoder:
         Prompts are encoded one at a time, so the numbers are those that training on the fly gets.
         """
         started_s = time.perf_counter()
+        negative = self._encoder.negative
+        if negative is not None:
+            _write(self._folder / NEGATIVE_FILE, save(dict(negative.tensors)))
         embeds = [self._encoder.encode(str(text)) for text in row["texts"]]
         path = self._folder / f"shard_{row['shard']:05d}.safetensors"
-        temporary = path.with_name(f".{path.name}.writing")
         content = save(stacked(embeds))
-        temporary.write_bytes(content)
-        temporary.rename(path)
+        _write(path, content)
         return {
             "shard": row["shard"],
             "file": path.name,
@@ -75,5 +82,13 @@ class ShardEncoder:
             "bytes": len(content),
             "sha256": hashlib.sha256(content).hexdigest(),
             "checksums": [prompt_checksum(e) for e in embeds],
+            "negative_checksum": negative and prompt_checksum(negative),
             "seconds": time.perf_counter() - started_s,
         }
+
+
+def _write(path: Path, content: bytes) -> None:
+    # A name of its own: every worker writes the negative prompt's file.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    temporary.write_bytes(content)
+    temporary.rename(path)

@@ -146,7 +146,8 @@ def model_card(config: Config, info: CheckpointInfo, form: Form, own: bool = Tru
     rewards = [f"{n} (weight {r.weight:g})" for n, r in config.trained_rewards.items()]
     recipe = config.model_dump(mode="json", exclude_defaults=True)
     family = open_family(resolve_path(config.model.path))
-    arguments = family.pipeline_arguments(config.sampling.guidance)
+    sampling = config.sampling
+    arguments = family.pipeline_arguments(sampling.guidance, sampling.negative_prompt)
     return ModelCard.from_template(
         _card_data(config, form),
         template_path=str(TEMPLATE),

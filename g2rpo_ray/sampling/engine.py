@@ -149,7 +149,6 @@ class RolloutEngine:
         self, evaluate: Callable[[Tensor, Tensor, Conditioning], Tensor], rows: int
     ) -> Tensor:
         policy, device = self.policy, self.policy.transformer.device
-        length = self.config.prompts.max_sequence_length
-        embeds = policy.family.blank(policy.transformer, length, self._dtype, device)
+        embeds = policy.blank(self.config.prompts.max_sequence_length, self._dtype, device)
         latents = torch.zeros(rows, *policy.shape.packed, device=device)
         return evaluate(latents, torch.full((rows,), 0.5, device=device), embeds)

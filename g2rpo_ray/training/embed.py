@@ -23,7 +23,7 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import check_gpus
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
-from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.families import negative_prompt, open_family
 from g2rpo_ray.models.loading import DTYPES, check_model, on_meta
 from g2rpo_ray.prompts.embeddings import Manifest, ShardFile, encoder_fingerprint, write_manifest
 from g2rpo_ray.prompts.encoder import ShardEncoder
@@ -99,6 +99,9 @@ def embed(
         left_out=selected.left_out,
         files=[ShardFile(f["file"], f["prompts"], f["bytes"], f["sha256"]) for f in files],
         prompts_sha256=_write_prompts(folder, shards, files),
+        pipeline=open_family(resolve_path(config.model.path)).pipeline,
+        negative_prompt=negative_prompt(config),
+        negative_checksum=files[0].get("negative_checksum") if files else None,
     )
     write_manifest(folder, manifest)
     for name in (PLAN, FINISHED):
@@ -176,6 +179,7 @@ def _plan(
         "max_sequence_length": config.prompts.max_sequence_length,
         "shard_size": shard_size,
         "prompts_sha256": hashlib.sha256(json.dumps(texts).encode()).hexdigest(),
+        "negative_prompt": negative_prompt(config),
     }
 
 

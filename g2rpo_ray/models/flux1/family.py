@@ -9,7 +9,7 @@ from torch import Tensor
 
 from g2rpo_ray.maths.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, read_published
+from g2rpo_ray.models.family import Family, GuidanceKind, read_published
 from g2rpo_ray.models.latents import LatentShape
 
 
@@ -50,6 +50,10 @@ class Flux1(Family):
             f"{latent}, packed 4 x {latent} = {4 * latent}. All three must be equal: a FLUX with "
             "further inputs (Fill, Control) or another model's VAE cannot be trained here"
         )
+
+    @property
+    def guidance_kind(self) -> GuidanceKind:
+        return "embedded" if self.configs["transformer"].get("guidance_embeds") else "none"
 
     def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
         return LatentShape(height // 16, width // 16, 4 * self._vae_channels, frames)

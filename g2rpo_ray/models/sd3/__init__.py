@@ -1,0 +1,1 @@
+"""Stable Diffusion 3.5, medium and large."""

@@ -1,0 +1,131 @@
+"""How Stable Diffusion 3.5 is called: its latents, text, network and VAE."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.family import Family, GuidanceKind, ModelFolderError, read_published
+from g2rpo_ray.models.latents import LatentShape
+
+CLIP_TOKENS = 77
+"""Of the CLIP encoders, before those of T5."""
+
+
+class Sd3(Family):
+    """One token is one latent of the VAE, which shrinks pictures by 8; the network itself takes
+    2 x 2 of them as one."""
+
+    pipeline = "StableDiffusion3Pipeline"
+    parts: ClassVar = {
+        "transformer": "SD3Transformer2DModel",
+        "vae": "AutoencoderKL",
+        "text_encoder": "CLIPTextModelWithProjection",
+        "text_encoder_2": "CLIPTextModelWithProjection",
+        "text_encoder_3": "T5EncoderModel",
+        "tokenizer": "CLIPTokenizer",
+        "tokenizer_2": "CLIPTokenizer",
+        "tokenizer_3": "T5Tokenizer",
+    }
+    blocks = ("JointTransformerBlock",)
+    # As in Flow-GRPO: joint attention of both streams; no second attention, no feed-forward.
+    lora_targets = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    )  # fmt: skip
+    multiple_of = 16
+    published: ClassVar = read_published(__file__)
+
+    @property
+    def guidance_kind(self) -> GuidanceKind:
+        return "cfg"
+
+    def problem(self, folder: Path) -> str | None:
+        # What a file leaves out has diffusers' default.
+        network, latent = self.configs["transformer"], self._channels
+        taken, predicted = network.get("in_channels", 16), network.get("out_channels", 16)
+        if taken == (predicted or taken) == latent:
+            return None
+        return (
+            f"{folder}/transformer/config.json: the transformer takes in_channels {taken} and "
+            f"predicts out_channels {predicted}; {folder}/vae/config.json has latent_channels "
+            f"{latent}. All three must be equal: an SD3 with further inputs or another model's VAE "
+            "cannot be trained here"
+        )
+
+    def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
+        largest = 16 * self.configs["transformer"].get("pos_embed_max_size", 96)
+        if max(height, width) > largest:
+            raise ModelFolderError(
+                f"{width}x{height} pixels: this {self.pipeline} knows places up to {largest} "
+                "pixels a side (pos_embed_max_size of transformer/config.json)"
+            )
+        return LatentShape(height // 8, width // 8, self._channels, frames)
+
+    def schedule(self, steps: int, latents: LatentShape) -> Tensor:
+        return self.own_schedule(steps, tokens=latents.packed[0] // 4)
+
+    def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
+        joint, _, pooled, _ = pipeline.encode_prompt(
+            text, None, None, do_classifier_free_guidance=False, max_sequence_length=length
+        )
+        return Conditioning({"joint": joint[0], "pooled": pooled[0]})
+
+    def blank(
+        self, transformer: Any, length: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Conditioning:
+        sizes, tokens = transformer.config, CLIP_TOKENS + length
+        joint = torch.zeros(tokens, sizes.joint_attention_dim, dtype=dtype, device=device)
+        pooled = torch.zeros(sizes.pooled_projection_dim, dtype=dtype, device=device)
+        return Conditioning({"joint": joint, "pooled": pooled})
+
+    def velocity(
+        self,
+        transformer: Any,
+        x: Tensor,
+        sigma: Tensor,
+        conditioning: Conditioning,
+        guidance: float,
+        latents: LatentShape,
+    ) -> Tensor:
+        """As of ``Family``: negative and positive in one batch, in the pipeline's order."""
+        guided = self.passes(guidance) == 2
+        texts = [conditioning.opposite, conditioning] if guided else [conditioning]
+        batch, passes = len(x), len(texts)
+        velocity: Tensor = transformer(
+            hidden_states=self._unpacked(x, latents)
+            .to(texts[0]["joint"].dtype)
+            .repeat(passes, 1, 1, 1),
+            # Not cast, as in diffusers' pipeline: the network's embedding is in float32.
+            timestep=(sigma * 1000).repeat(passes),
+            encoder_hidden_states=torch.cat([t["joint"].expand(batch, -1, -1) for t in texts]),
+            pooled_projections=torch.cat([t["pooled"].expand(batch, -1) for t in texts]),
+            return_dict=False,
+        )[0]
+        velocity = velocity.float().flatten(2).transpose(1, 2)
+        if not guided:
+            return velocity
+        negative, positive = velocity.chunk(2)
+        return negative + guidance * (positive - negative)
+
+    def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
+        unpacked = self._unpacked(x, latents) / vae.config.scaling_factor + vae.config.shift_factor
+        unpacked = unpacked.to(vae.dtype).contiguous(memory_format=torch.channels_last)
+        return vae.decode(unpacked, return_dict=False)[0]
+
+    def is_modulation(self, name: str) -> bool:
+        return name.startswith("norm") and name.endswith("linear")
+
+    def tokens(self, latents: LatentShape, length: int) -> int:
+        return latents.packed[0] // 4 + CLIP_TOKENS + length
+
+    @property
+    def _channels(self) -> int:
+        return self.configs["vae"].get("latent_channels", 4)
+
+    @staticmethod
+    def _unpacked(x: Tensor, latents: LatentShape) -> Tensor:
+        """``[B, tokens, channels]`` to ``[B, channels, height, width]``."""
+        return x.transpose(1, 2).unflatten(2, (latents.height, latents.width))
