@@ -7,6 +7,7 @@ For FLUX.1-dev that is 40 GB, in the layout and the shards of the published file
 encoders, VAE, tokenizers with whole vocabularies, HPS's ``.pt``, CLIP's folder, and prompts.
 """
 
+import io
 import json
 import math
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
+import sentencepiece
 import torch
 import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -104,7 +106,9 @@ def write_model(folder: Path, family: Family) -> None:
     """In diffusers' layout, bfloat16, by the family's published configurations."""
     index: dict[str, Any] = {"_class_name": family.pipeline, "_diffusers_version": "0.30.0"}
     index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
-    for part, kind in family.parts.items():
+    # Tokenizers first: what fails there fails before tens of gigabytes.
+    for part in sorted(family.parts, key=lambda part: not part.startswith("tokenizer")):
+        kind = family.parts[part]
         place = folder / part
         if part.startswith("tokenizer"):
             write_tokenizer(kind, place)
@@ -145,7 +149,7 @@ def write_weights(network: nn.Module, dtype: torch.dtype, folder: Path, name: st
     files = [f"{name}-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     if len(shards) == 1:
         files = [f"{name}.safetensors"]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file, shard in zip(files, shards, strict=True):
         save_file(dict(random_tensors(shard, dtype)), folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
@@ -224,12 +228,17 @@ def write_tokenizer(kind: str, folder: Path) -> None:
 
 def sentence_pieces(tokens: Iterable[str], size: int = 32000) -> bytes:
     """A unigram model of T5's size, of CLIP's tokens: whole words, parts of words, characters."""
-    model = sentencepiece_model_pb2.ModelProto()
-    trainer = model.trainer_spec
-    trainer.model_type, trainer.vocab_size = trainer.UNIGRAM, size
-    trainer.pad_id, trainer.eos_id, trainer.unk_id, trainer.bos_id = 0, 1, 2, -1
-    for name, kind in (("<pad>", "CONTROL"), ("</s>", "CONTROL"), ("<unk>", "UNKNOWN")):
-        model.pieces.add(piece=name, score=0.0, type=model.SentencePiece.Type.Value(kind))
+    # Trained on next to nothing: for its normaliser and its special pieces.
+    trained = io.BytesIO()
+    special = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a few words"] * 9), model_writer=trained, vocab_size=20,
+        hard_vocab_limit=False, minloglevel=2, **special,
+    )  # fmt: skip
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    model.ParseFromString(trained.getvalue())
+    model.trainer_spec.vocab_size = size
+    del model.pieces[len(special) - 1 :]
     words = [token for token in tokens if token.removesuffix("</w>").isascii()]
     single = ["▁", *(chr(code) for code in range(33, 127))]
     longer = (f"▁{w.removesuffix('</w>')}" if w.endswith("</w>") else w for w in words)
