@@ -110,7 +110,7 @@ def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
         loading = ["-c", f"import rehearse; rehearse.load({folder!r})"]
         found.append(Stage(form, export, 40 if form == "adapter" else 90, makes=folder))
         found.append(Stage(f"load-{form}", loading, 60, removes=folder))
-    return [*found, Stage("quickstart", [*CLI, "train", *quickstart], 120, makes="runs/quickstart")]
+    return [*found, Stage("quickstart", [*CLI, "train", *quickstart], 90, makes="runs/quickstart")]
 
 
 def load(folder: str) -> None:
@@ -248,7 +248,7 @@ class Watch:
 
     def __init__(self, work: Path, log: Path, card: bool) -> None:
         self.run, self.log, self.card = work / RUN, log, card
-        self.started_s = self.said_s = time.monotonic()
+        self.started_s = self.said_s = self.asked_s = time.monotonic()
         self.card_gib: float | None = None
         self.known = read_metrics(self.run) if self.run.is_dir() else []
         self.iterations: dict[str, dict[str, float]] = {}
@@ -265,7 +265,8 @@ class Watch:
         if time.monotonic() - self.said_s > 20:
             self.said_s = time.monotonic()
             print(f"  {at_s:.0f} s: {(self.lines() or [''])[-1][:150]}")
-        if self.card:
+        if self.card and time.monotonic() - self.asked_s > 2:
+            self.asked_s = time.monotonic()
             ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
             answer = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
             mib = [int(line) for line in answer.split() if line.isdigit()]

@@ -230,7 +230,7 @@ def sentence_pieces(tokens: Iterable[str], size: int = 32000) -> bytes:
     """A unigram model of T5's size, of CLIP's tokens: whole words, parts of words, characters."""
     # Trained on next to nothing: for its normaliser and its special pieces.
     trained = io.BytesIO()
-    special = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    special: dict[str, Any] = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["a few words"] * 9), model_writer=trained, vocab_size=20,
         hard_vocab_limit=False, minloglevel=2, **special,
