@@ -47,7 +47,8 @@ def test_every_recipe_has_its_path(
     rehearse: ModuleType, tmp_path: Path, recipe: Path, tiny: list[str]
 ) -> None:
     options, config = parse(rehearse, tmp_path, "--recipe", str(recipe), *tiny, "seed=3")
-    names = [stage.name for stage in rehearse.stages_of(options, config)]
+    stages = rehearse.stages_of(options, config)
+    names = [stage.name for stage in stages]
     exports = ["adapter", "load-adapter", "merged", "load-merged"]
     assert names == [
         "build", "download", "embed", "plan", "dry-run", "doctor", "train", "resume", "evaluate",
@@ -78,7 +79,7 @@ def test_what_outlives_a_stage_is_named_and_ended(rehearse: ModuleType, tmp_path
     assert rehearse.Rehearsal(tmp_path, tmp_path, True).marked() == []
 
 
-def test_a_stage_is_ended_at_twice_what_it_needs(rehearse: ModuleType, tmp_path: Path) -> None:
+def test_a_stage_is_ended_at_its_limit(rehearse: ModuleType, tmp_path: Path) -> None:
     found = walked(rehearse, tmp_path, "import time; time.sleep(50)", needs_s=0.5)
     assert (found["good"], found["exit_code"]) == (False, None)
     assert found["seconds"] < 10
