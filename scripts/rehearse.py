@@ -138,6 +138,8 @@ class Rehearsal:
     work: Path
     json: Path
     tiny: bool
+    settings: list[str]
+    """That the recipe is walked with; commands have the word SETTINGS in their place."""
     content: dict[str, Any] = field(default_factory=lambda: {"stages": {}})
 
     def walk(self, stages: list[Stage], limit_s: float) -> bool:
@@ -157,13 +159,14 @@ class Rehearsal:
 
     def stage(self, stage: Stage, limit_s: float) -> dict[str, Any]:
         """Run it; it is ended at its limit, with all that it has started."""
-        command = shlex.join(["python", *stage.arguments])
+        command = shlex.join(["python", *stage.arguments]).replace(G2RPO, "g2rpo")
+        command = command.replace(shlex.join(self.settings), "SETTINGS")
         print(f"\n{stage.name} (at most {limit_s:.0f} s): {command}")
         log = self.work / "logs" / f"{stage.name}.log"
         if stage.makes is not None and stage.name in self.content["stages"]:
             shutil.rmtree(self.work / stage.makes, ignore_errors=True)
         before, started_s = files_in(self.work), time.monotonic()
-        found: dict[str, Any] = {"command": command, "wanted": list(stage.exits)}
+        found: dict[str, Any] = {"command": command, "settings": self.settings}
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, *stage.arguments], cwd=self.work, env=self.environment(),
@@ -191,7 +194,7 @@ class Rehearsal:
         print("\n".join(f"    {line}" for line in watch.lines()[-4 if found["good"] else -25 :]))
         if stage.removes is not None and found["good"]:
             shutil.rmtree(self.work / stage.removes)
-        values = {k: v for k, v in found.items() if k not in ("command", "last_lines")}
+        values = {k: v for k, v in found.items() if k not in ("command", "settings", "last_lines")}
         print(f"{stage.name}: {json.dumps(values)}")
         return found
 
@@ -305,13 +308,12 @@ def left_by(before: dict[str, tuple[int, int]], now: dict[str, tuple[int, int]])
 
 
 def table(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a stage; the recipe's settings, which many have, are ``content``'s."""
-    settings = shlex.join(content["settings"])
+    """A row a stage."""
     return [
         {
             "stage": name, "good": "yes" if s["good"] else "NO", "s": s["seconds"],
             "exit": s["exit_code"], "left": "; ".join(f"{k}: {v}" for k, v in s["left"].items()),
-            "command": s["command"].replace(settings, "SETTINGS").replace(G2RPO, "g2rpo"),
+            "command": s["command"],
         }
         for name, s in content["stages"].items()
     ]  # fmt: skip
@@ -362,10 +364,11 @@ def main() -> int:
     """Returns 1 where a stage failed or was not begun."""
     options, config = parse()
     (options.work / "logs").mkdir(parents=True, exist_ok=True)
-    rehearsal = Rehearsal(options.work, options.json, options.tiny)
+    rehearsal = Rehearsal(options.work, options.json, options.tiny, options.settings)
     if options.json.is_file():
         rehearsal.content = json.loads(options.json.read_text())
-    rehearsal.content |= {"recipe": options.recipe.name, "settings": options.settings}
+    rehearsal.content["recipe"] = options.recipe.name
+    print(f"{options.recipe.name}, SETTINGS: {shlex.join(options.settings)}")
     stages = choose(stages_of(options, config), options.stages, rehearsal.content)
     good = rehearsal.walk(stages, options.limit_s)
     rehearsal.content["compared"] = rehearsal.compare()

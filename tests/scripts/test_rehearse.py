@@ -34,7 +34,7 @@ def walked(rehearse: ModuleType, folder: Path, code: str, **settings: Any) -> di
     """What was seen of one stage that runs ``code``."""
     (folder / "logs").mkdir()
     one = rehearse.Stage("one", ["-c", code], settings.pop("needs_s", 30.0), **settings)
-    rehearsal = rehearse.Rehearsal(folder, folder / "found.json", tiny=True)
+    rehearsal = rehearse.Rehearsal(folder, folder / "found.json", True, ["x=1"])
     good = rehearsal.walk([one], 60.0)
     found = json.loads((folder / "found.json").read_text())["stages"]["one"]
     assert good == found["good"]
@@ -70,13 +70,23 @@ def test_another_exit_code_is_no_success(rehearse: ModuleType, tmp_path: Path) -
     assert (found["good"], found["exit_code"], found["last_lines"]) == (False, 2, ["why"])
 
 
+def test_settings_are_told_once(rehearse: ModuleType, tmp_path: Path) -> None:
+    arguments = [*rehearse.CLI, "plan", "recipe.yaml", "x=1", "y=2 3"]
+    rehearsal = rehearse.Rehearsal(tmp_path, tmp_path / "found.json", True, ["x=1", "y=2 3"])
+    (tmp_path / "logs").mkdir()
+    rehearsal.walk([rehearse.Stage("plan", arguments, 20.0)], 60.0)
+    (row,) = rehearse.table(rehearsal.content)
+    assert row["command"] == "g2rpo plan recipe.yaml SETTINGS"
+    assert (row["good"], row["exit"]) == ("NO", 2)
+
+
 def test_what_outlives_a_stage_is_named_and_ended(rehearse: ModuleType, tmp_path: Path) -> None:
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {!r}], "
     child = child.format("import time; time.sleep(77)") + "start_new_session=True)"
     found = walked(rehearse, tmp_path, child)
     assert not found["good"]
     assert "time.sleep(77)" in found["processes_left"][0]
-    assert rehearse.Rehearsal(tmp_path, tmp_path, True).marked() == []
+    assert rehearse.Rehearsal(tmp_path, tmp_path, True, []).marked() == []
 
 
 def test_a_stage_is_ended_at_its_limit(rehearse: ModuleType, tmp_path: Path) -> None:
@@ -101,7 +111,7 @@ def test_a_signal_is_sent_after_so_many_new_checkpoints(
 
 
 def test_what_has_no_time_left_is_not_begun(rehearse: ModuleType, tmp_path: Path) -> None:
-    rehearsal = rehearse.Rehearsal(tmp_path, tmp_path / "found.json", tiny=False)
+    rehearsal = rehearse.Rehearsal(tmp_path, tmp_path / "found.json", False, ["x=1"])
     assert not rehearsal.walk([rehearse.Stage("one", [], 30.0)], 20.0)
     assert not rehearsal.content["stages"]
 
@@ -123,7 +133,7 @@ def test_the_plan_beside_what_was_measured(rehearse: ModuleType, tmp_path: Path)
     cold = dict.fromkeys(warm, 1e6)
     train = {"iterations": {"1": cold, "2": warm}, "card_peak_gib": 4.0}
     content = {"stages": {"train": train}}
-    rehearsal = rehearse.Rehearsal(tmp_path, tmp_path, True, content)
+    rehearsal = rehearse.Rehearsal(tmp_path, tmp_path, True, [], content)
     rows = [tuple(row.values()) for row in rehearsal.compare()]
     assert rows[:3] == [("generate_s", 1, 10), ("learn_s", 2, 20), ("sync_s", 3, 30)]
     assert rows[3][1:] == (3.0, 4.0)
