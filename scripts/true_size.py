@@ -194,10 +194,7 @@ def write_clip(folder: Path) -> None:
         "mean": open_clip.OPENAI_DATASET_MEAN, "std": open_clip.OPENAI_DATASET_STD,
         "interpolation": "bicubic", "resize_mode": "squash",
     }  # fmt: skip
-    config = {
-        "model_cfg": open_clip.get_model_config(architecture),
-        "preprocess_cfg": preprocess,
-    }
+    config = {"model_cfg": open_clip.get_model_config(architecture), "preprocess_cfg": preprocess}
     (folder / "open_clip_config.json").write_text(json.dumps(config, indent=1))
     write_tokenizer("CLIPTokenizer", folder)
     write_weights(open_clip_on_meta(architecture), torch.float32, folder, "open_clip_model")
