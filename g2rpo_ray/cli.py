@@ -5,6 +5,7 @@ import errno
 import signal
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from g2rpo_ray import __version__
 from g2rpo_ray.commands import doctor, download, embed, evaluate, export, plan, sample, train
@@ -23,9 +24,26 @@ EXIT_REQUEUE = 85
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit code: 0 done, 1 failed, 2 bad input, 130 or 85 after a signal."""
-    options = _parse(arguments)
+    # A terminal that knows no é shows \xe9; the command does not end for it.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
+        for argument in arguments:
+            argument.encode()
+        options = _parse(arguments)
         return options.run(options) or EXIT_DONE
+    except UnicodeEncodeError as error:
+        if error.reason != "surrogates not allowed":
+            raise
+        # What stands for bytes that Python could not read; no tokenizer and no file takes it.
+        print(
+            f"g2rpo: {error.object!a:.200}: not text in this terminal's encoding "
+            f"({sys.getfilesystemencoding()}); give UTF-8, with PYTHONUTF8=1 where that is another",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_INPUT
     except (InputError, RunError, OSError) as error:
         # Any file of a command may be the one that meets a full or read-only disk.
         full = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -41,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="g2rpo", description="Online RL for image models on a Ray cluster."
     )

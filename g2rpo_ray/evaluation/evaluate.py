@@ -20,6 +20,7 @@ from g2rpo_ray.evaluation.table import (
     write_table_parquet,
 )
 from g2rpo_ray.learner.checkpoints.format import weights_checksum
+from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.prompts.dataset import evenly, read_config_prompts
@@ -48,6 +49,7 @@ def evaluate(
         EvaluationError: something asked for cannot be; the folder belongs to another evaluation.
     """
     check_model(config)
+    check_rewards(config)
     config = _with_diversity(at_deployment_size(config))
     rows = make_rows(parse_weights(config, checkpoints), steps, hybrids)
     prompts = evenly(

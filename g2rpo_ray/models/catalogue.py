@@ -11,7 +11,8 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import FAMILIES
-from g2rpo_ray.rewards.registry import SCORERS
+from g2rpo_ray.rewards.registry import SCORERS, check_files
+from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.scorers.endpoint import EndpointOptions
 
 
@@ -103,6 +104,28 @@ def targets_of(config: Config, also: Sequence[str] = ()) -> list[Target]:
         targets.setdefault(path, Target(setting, path, CATALOGUE.get(path.name)))
     shipped = resolve_path("tiny_world:")
     return [target for target in targets.values() if not target.path.is_relative_to(shipped)]
+
+
+def check_rewards(config: Config) -> None:
+    """Look at the scorers' files before anything starts; see ``reward_problems``.
+
+    Raises:
+        ScorerError: some cannot be used.
+    """
+    if problems := list(reward_problems(config)):
+        raise ScorerError("; ".join(problems))
+
+
+def reward_problems(config: Config) -> Iterator[str]:
+    """Of rewards whose files lie on this machine; another's may lie where their replicas run."""
+    absent = [name for name, path in reward_paths(config) if not resolve_path(path).exists()]
+    for name, reward in config.rewards.items():
+        if any(setting.startswith(f"rewards.{name}.options.") for setting in absent):
+            continue
+        try:
+            check_files(reward.kind, reward.options)
+        except ScorerError as error:
+            yield f"rewards.{name}: {error}"
 
 
 def reward_paths(config: Config) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """The families of models that this system knows, found by what a model folder says of itself."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from g2rpo_ray.common.files import read_json_object
@@ -55,6 +56,7 @@ def open_family(folder: Path) -> Family:
         file = folder / f"{name}.json"
         if file.is_file():
             configs[name.partition("/")[0]] = read_json_object(file, ModelFolderError)
+    _check_named(folder, cls.parts)
     family = cls(configs)
     if problem := family.problem(folder):
         raise ModelFolderError(problem)
@@ -114,3 +116,18 @@ def _check_scheduler(folder: Path, cls: type[Family]) -> None:
             f"{file}: _class_name is {found}; a {cls.pipeline} is trained on the flow of a "
             f"{cls.scheduler}: put the published folder's scheduler there"
         )
+
+
+def _check_named(folder: Path, parts: Mapping[str, str]) -> None:
+    """Each network's config.json says whose it is: defaults fill in what a file leaves out."""
+    for part, expected in parts.items():
+        if part.startswith("tokenizer"):
+            continue
+        file = folder / part / "config.json"
+        config = read_json_object(file, ModelFolderError)
+        named = config.get("_class_name") or config.get("model_type")
+        if named is None or (part in ("transformer", "vae") and named != expected):
+            raise ModelFolderError(
+                f"{file}: it is for a {named or 'nameless model'}, not for a {expected}; what such "
+                "a file leaves out, a library would fill in by its defaults: copy it again"
+            )

@@ -115,6 +115,21 @@ class Family(ABC):
             return f"sampling.negative_prompt is {negative_prompt!r:.80}, and {why}"
         return None
 
+    @property
+    def scheduler_config(self) -> dict[str, Any]:
+        """The folder's own, which its schedule is made from.
+
+        Raises:
+            ModelFolderError: there is none, or it is empty.
+        """
+        if not self.configs.get("scheduler"):
+            raise ModelFolderError(
+                "sampling.schedule is dynamic, and model.path has no scheduler/"
+                "scheduler_config.json, or an empty one: copy it from the published folder, or use "
+                "sampling.schedule: static"
+            )
+        return self.configs["scheduler"]
+
     def problem(self, folder: Path) -> str | None:  # noqa: ARG002
         """Why the parts of ``folder`` do not fit each other or cannot be trained, if so."""
         return None
@@ -150,14 +165,9 @@ class Family(ABC):
             sigmas: before the shift, ``[steps]``; none leaves them to the scheduler.
 
         Raises:
-            ModelFolderError: the folder has no such file.
+            ModelFolderError: as of ``scheduler_config``.
         """
-        if "scheduler" not in self.configs:
-            raise ModelFolderError(
-                "sampling.schedule is dynamic and model.path has no scheduler/"
-                "scheduler_config.json; put it there, or use schedule: static"
-            )
-        scheduler = getattr(diffusers, self.scheduler).from_config(self.configs["scheduler"])
+        scheduler = getattr(diffusers, self.scheduler).from_config(self.scheduler_config)
         c = scheduler.config
         if mu is None and c.use_dynamic_shifting:
             slope = (c.max_shift - c.base_shift) / (c.max_image_seq_len - c.base_image_seq_len)

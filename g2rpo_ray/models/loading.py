@@ -14,6 +14,7 @@ from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.families import check_guidance, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.saving import open_weights
+from g2rpo_ray.models.tokenizers import load_part_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -23,7 +24,8 @@ RANDOM_STD = 0.02
 
 def check_model(config: Config) -> Path:
     """The folder of ``model.path``: of a family known here that has pictures of the configured
-    sizes and takes the configured guidance, with every part in place and every weight file whole.
+    sizes and takes the configured guidance, with every part in place, every weight file whole and
+    tokenizers that tell texts apart.
 
     Which tensors the files hold is checked on loading.
 
@@ -41,6 +43,8 @@ def check_model(config: Config) -> Path:
             # Reads the header alone, and compares it with the file's length.
             with open_weights(file):
                 pass
+        if part.startswith("tokenizer"):
+            load_part_tokenizer(family, folder / part)
     latents = latents_of(config, family)
     check_guidance(config, family)
     if config.sampling.schedule == "dynamic":
@@ -63,21 +67,22 @@ def load_part(
         return _random_network(_class_of(family, part), family.configs[part], dtype, device)
     folder = resolve_path(model.path) / part
     cls = _class_of(family, part)
-    is_network = not part.startswith("tokenizer")
-    options: dict[str, Any] = {"local_files_only": True}
-    if is_network:
-        # Without use_safetensors the libraries would fall back to pickled weights.
-        options |= {"use_safetensors": True, "output_loading_info": True, "torch_dtype": dtype}
+    if part.startswith("tokenizer"):
+        return load_part_tokenizer(family, folder)
+    options: dict[str, Any] = {
+        "local_files_only": True,
+        # Without it the libraries would fall back to pickled weights.
+        "use_safetensors": True,
+        "output_loading_info": True,
+        "torch_dtype": dtype,
+    }
     if part.startswith("text_encoder"):
         # transformers' own error names no tensor; ours, made from the same finding, does.
         options["ignore_mismatched_sizes"] = True
     try:
-        loaded = cls.from_pretrained(folder, **options)
+        network, info = cls.from_pretrained(folder, **options)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelFolderError(f"{folder}: cannot be loaded as {cls.__name__}: {error}") from error
-    if not is_network:
-        return loaded
-    network, info = loaded
     _check_tensors(folder, cls.__name__, info)
     return network.eval().requires_grad_(False).to(device)
 

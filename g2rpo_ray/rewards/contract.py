@@ -11,6 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
+from g2rpo_ray.common.tokenizers import UNLIKE
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError, check_request, check_scores
 
@@ -55,6 +56,7 @@ def check_scorer(
     turned = _ask(scorer, "reversed", pictures.flip(0), [prompt] * 4).flip(0)
     _same("pictures in reverse order", first, turned, tolerance)
     passed = ["float32 [B], finite", "repeatable", "independent of what is scored beside it"]
+    passed += _reads_prompts(scorer, pictures) if scorer.reads_prompts else []
     odd = {f"prompt: {name}": (pictures[:1], text) for name, text in ODD_PROMPTS.items()}
     for name, (height, width) in ODD_SIZES.items():
         odd[f"picture: {name}, {height}x{width}"] = _noise(1, height, width), prompt
@@ -63,6 +65,20 @@ def check_scorer(
     for what, (picture, text) in odd.items():
         _ask(scorer, what, picture, [text])
     return [*passed, *odd]
+
+
+def _reads_prompts(scorer: RewardScorer, pictures: Tensor) -> list[str]:
+    one, other = (_ask(scorer, text, pictures, [text] * len(pictures)) for text in UNLIKE)
+    if not torch.equal(one, other):
+        return ["unlike prompts are told apart"]
+    if bool((one == one[0]).all()):
+        # A judge or a program, of few numbers: noise shows nothing of either prompt.
+        return []
+    raise ContractError(
+        f"{UNLIKE[0]!r} and {UNLIKE[1]!r}: the same scores {one.tolist()}; the prompt is not read "
+        "(is the tokenizer's vocabulary there?). A scorer of pictures alone says reads_prompts = "
+        "False"
+    )
 
 
 def _noise(count: int, height: int, width: int) -> Tensor:

@@ -52,6 +52,11 @@ def parse_options(kind: str, options: dict[str, Any]) -> Section:
     return scorer_class(kind).Options.model_validate(options)
 
 
+def check_files(kind: str, options: dict[str, Any]) -> None:
+    """Look at a scorer's files without loading it; raises ScorerError, see ``RewardScorer``."""
+    scorer_class(kind).check_files(parse_options(kind, options))
+
+
 def make_scorer(kind: str, options: dict[str, Any], device: str) -> RewardScorer:
     """Load a scorer on a device (``cpu``, ``cuda``)."""
     return SCORERS[kind](parse_options(kind, options), device)

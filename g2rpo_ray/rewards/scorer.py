@@ -27,6 +27,17 @@ class RewardScorer(ABC):
     compares_pictures: bool = False
     """Whether a score depends on the other pictures of its request, which then stays whole: neither
     cut into passes nor merged with others."""
+    reads_prompts: bool = True
+    """Whether a score depends on the prompt."""
+
+    @classmethod
+    def check_files(cls, options: Section) -> None:  # noqa: ARG003  (many have none)
+        """Look at the files of ``options`` as far as that needs no model: before a run, anywhere.
+
+        Raises:
+            ScorerError: one is missing or cannot be used.
+        """
+        return
 
     @abstractmethod
     def __init__(self, options: Section, device: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from g2rpo_ray.common.logs import log_as, log_file
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.prompts.dataset import check_apart, evenly, read_config_prompts
 from g2rpo_ray.run.folder import Run, changed_settings, give_up_later, open_run
@@ -71,6 +72,7 @@ class Session:
 def open_session(config: Config, resume: str) -> Iterator[Session]:
     """Check what can be checked without a cluster, and open the run's folder; see ``open_run``."""
     check_model(config)
+    check_rewards(config)
     train = read_config_prompts(config, config.prompts.train)
     heldout = read_config_prompts(config, config.prompts.heldout)
     check_apart(train, heldout)

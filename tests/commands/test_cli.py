@@ -1,6 +1,7 @@
 """The command line: exit codes, messages on stderr, and a dry run that starts nothing."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import ray
 from g2rpo_ray.cli import main
 from g2rpo_ray.config import Config, load_config, save_config
 from g2rpo_ray.run.folder import open_run
-from tests.tiny import QUICKSTART
+from tests.tiny import QUICKSTART, copy_flux
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +191,19 @@ def test_what_is_missing_is_named_and_nothing_else(capsys: pytest.CaptureFixture
 def test_a_plan_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(QUICKSTART), "--json", "/no/plan.json"]) == 2
     assert "--json /no/plan.json: cannot be written" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    # As Python gives the byte E9, an é of Latin 1.
+    assert main(["sample", str(QUICKSTART), "--prompt", "a red \udce9"]) == 2
+    assert r"'a red \udce9': not text in this terminal's encoding" in capsys.readouterr().err
+
+
+def test_a_path_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    flux = copy_flux(tmp_path / "modèle")
+    result = subprocess.run(
+        [sys.executable, "-m", "g2rpo_ray.cli", "download", QUICKSTART, f"model.path={flux}"],
+        capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert r"mod\xe8le: in place" in result.stdout

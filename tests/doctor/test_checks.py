@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.cluster.demand import Node
+from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import load_config
 from g2rpo_ray.doctor.checks.clock import judge_clock
 from g2rpo_ray.doctor.checks.hardware import check_hardware
@@ -129,6 +131,17 @@ def test_a_missing_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "hush" not in as_text(findings)
 
 
+@pytest.mark.parametrize(("mode", "level"), [("offline", Level.OK), ("online", Level.FAIL)])
+def test_wandb_offline_needs_no_key(
+    mode: str, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    assert worst(check_secrets(tiny_config(tmp_path, "tracking.wandb_project=mine"))) == level
+
+
 def test_space_for_checkpoints(tmp_path: Path) -> None:
     # 1.86 M parameters of the tiny model, 12 bytes each.
     few = check_space(tiny_config(tmp_path), tmp_path)
@@ -211,6 +224,19 @@ def test_a_rewards_file_that_is_missing(tmp_path: Path) -> None:
     scorer = "{kind: clip, options: {architecture: 'local-dir:/no/clip'}}"
     config = tiny_config(tmp_path, f"rewards={{clip: {scorer}}}")
     assert model_problems(config) == ["rewards.clip.options.architecture: /no/clip is not there"]
+
+
+def test_tokenizers_without_their_vocabulary(tmp_path: Path) -> None:
+    flux = copy_flux(tmp_path / "flux")
+    clip = Path(shutil.copytree(resolve_path("tiny_world:clip"), tmp_path / "clip"))
+    settings = [f"model.path={flux}", f"rewards.clip.options.architecture=local-dir:{clip}"]
+    config = tiny_config(tmp_path / "run", *settings)
+    assert model_problems(config) == []
+    (flux / "tokenizer_2" / "tokenizer.json").unlink()
+    (clip / "tokenizer.json").unlink()
+    model, reward = model_problems(config)
+    assert f"{flux}/tokenizer_2: the vocabulary is missing" in model
+    assert f"rewards.clip: {clip}: the vocabulary is missing" in reward
 
 
 def test_a_recipes_reward_files_are_looked_for(

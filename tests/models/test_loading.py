@@ -1,6 +1,7 @@
 """Model folders: every way in which one cannot be used is named with its part and cause."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.config import ModelSection
+from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.flux1.family import Flux1
 from g2rpo_ray.models.loading import check_model, load_part
 from g2rpo_ray.models.policy import load_policy
+from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.models.tokenizers import load_part_tokenizer
 from g2rpo_ray.plan.networks import policy_size
 from tests.tiny import copy_flux, tiny_config
 
@@ -185,6 +189,55 @@ def test_left_over_tensors_are_counted_and_named(folder: Path, file: str) -> Non
     message = load_error(folder, file)
     assert "1 tensors that" in message
     assert "another.block.weight" in message
+
+
+@pytest.mark.parametrize("part", ["tokenizer", "tokenizer_2"])
+def test_a_tokenizer_without_its_vocabulary(folder: Path, part: str) -> None:
+    (folder / part / "tokenizer.json").unlink()
+    message = check_error(folder)
+    assert f"{folder}/{part}: the vocabulary is missing" in message
+    with pytest.raises(ModelFolderError, match="the vocabulary is missing"):
+        TextEncoder(ModelSection(path=str(folder)), 10)
+
+
+def test_the_tokenizer_of_another_part(folder: Path) -> None:
+    shutil.copy(folder / "tokenizer/tokenizer.json", folder / "tokenizer_2")
+    assert f"{folder}/tokenizer_2: its tokenizer cannot be used" in check_error(folder)
+
+
+def test_a_tokenizer_that_has_forgotten_its_length(folder: Path) -> None:
+    # Pipelines pad to that length: 1e30 tokens.
+    (folder / "tokenizer/tokenizer_config.json").write_text("{}")
+    message = check_error(folder)
+    assert f"{folder}/tokenizer/tokenizer_config.json: model_max_length is 1e+30" in message
+    assert "text_encoder takes 12 tokens" in message
+
+
+def test_a_pipeline_that_needs_a_chat_template(folder: Path) -> None:
+    class Chatty(Flux1):
+        pipeline = "ZImagePipeline"
+
+    family = Chatty(open_family(folder).configs)
+    with pytest.raises(ModelFolderError, match="tokenizer: no chat template, which a ZImage"):
+        load_part_tokenizer(family, folder / "tokenizer")
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
+def test_a_configuration_that_defaults_would_fill_in(folder: Path, part: str) -> None:
+    (folder / part / "config.json").write_text("{}")
+    assert f"{folder}/{part}/config.json: it is for a nameless model" in check_error(folder)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty"])
+def test_a_schedule_is_never_another_models(folder: Path, damage: str) -> None:
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text("{}")
+    if damage == "missing":
+        file.unlink()
+    path = f"model.path={folder}"
+    check_model(tiny_config(folder / "run", path, "sampling.schedule=static"))
+    with pytest.raises(ModelFolderError, match=r"no scheduler/scheduler_config\.json"):
+        check_model(tiny_config(folder / "run", path, "sampling.schedule=dynamic"))
 
 
 def test_pickled_weights_are_not_read(folder: Path) -> None:

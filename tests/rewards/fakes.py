@@ -24,6 +24,7 @@ class ObedientScorer(RewardScorer):
         """File that gets a line for each call: number of pictures and the prompts in it."""
 
     kind = "obedient"
+    reads_prompts = False
 
     def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
         assert isinstance(options, self.Options)

@@ -93,6 +93,14 @@ def test_a_pickscore_folder_that_lacks_a_file_is_named(name: str, tmp_path: Path
     assert name in str(caught.value) or "no file named" in str(caught.value)
 
 
+@pytest.mark.parametrize("change", [{"model_type": "bert"}, {"text_config": [1]}])
+def test_a_configuration_that_is_no_clips(change: dict[str, Any], tmp_path: Path) -> None:
+    options, file = pickscore_options(tmp_path), tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ScorerError, match=f"{file}: "):
+        make_scorer("pickscore", options, "cpu")
+
+
 def test_pickscore_weights_that_are_missing_or_left_over_are_listed(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

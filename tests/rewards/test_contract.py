@@ -29,7 +29,7 @@ def test_a_scorer_answers_whatever_a_run_may_ask(kind: str, tmp_path: Path) -> N
         "aesthetic": lambda: aesthetic_options(tmp_path),
     }
     passed = check_scorer(make_scorer(kind, options[kind](), "cpu"))
-    assert len(passed) == 17
+    assert len(passed) == (17 if kind == "aesthetic" else 18)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -48,6 +48,7 @@ class _Breaks(RewardScorer):
     """Mean brightness, until ``wish`` decides otherwise."""
 
     kind = "breaks"
+    reads_prompts = False
 
     def __init__(self, options: Section, device: str) -> None: ...
 
@@ -65,6 +66,8 @@ class _Breaks(RewardScorer):
             return [str(score) for score in scores]  # type: ignore[return-value]
         if self.wish == "changes":
             pictures.zero_()
+        if self.wish == "few":
+            return torch.zeros_like(scores)
         if self.wish == "shape":
             return scores[:, None]
         return scores
@@ -82,14 +85,21 @@ class _Breaks(RewardScorer):
         ("strings", "four pictures: ScorerError: returned list; expected a float32 tensor"),
         ("changes", "four pictures: the scorer changed the pictures"),
         ("shape", "four pictures: ScorerError: returned shape (4, 1)"),
+        ("reads nothing", "'red cat' and 'sky fog': the same scores ["),
     ],
 )
 def test_a_broken_scorer_is_found_out(wish: str, cause: str) -> None:
     scorer = _Breaks(Section(), "cpu")
-    scorer.wish = wish
+    scorer.wish, scorer.reads_prompts = wish, wish == "reads nothing"
     with pytest.raises(ContractError) as caught:
         check_scorer(scorer)
     assert cause in str(caught.value)
+
+
+def test_few_numbers_on_noise_show_nothing_of_the_prompt() -> None:
+    scorer = _Breaks(Section(), "cpu")
+    scorer.wish, scorer.reads_prompts = "few", True
+    assert len(check_scorer(scorer)) == 17
 
 
 def test_the_contract_runs_from_the_command_line(tmp_path: Path) -> None:

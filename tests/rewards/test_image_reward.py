@@ -35,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = _environment(folder / "environment")
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     med = {
-        "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 40,
+        "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
+        "vocab_size": len(WORDS) + 2,
         "num_attention_heads": 2, "max_position_embeddings": 64, "layer_norm_eps": 1e-12,
         "hidden_act": "gelu", "add_cross_attention": True, "model_type": "bert",
         "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1, "type_vocab_size": 2,

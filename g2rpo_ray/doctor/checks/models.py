@@ -12,7 +12,7 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.findings import Finding, fail, ok
 from g2rpo_ray.doctor.probe import ask
-from g2rpo_ray.models.catalogue import reward_paths
+from g2rpo_ray.models.catalogue import reward_paths, reward_problems
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.fingerprint import sampled
@@ -59,6 +59,7 @@ def model_problems(config: Config) -> list[str]:
     """What is missing or broken of the model and of the rewards' files."""
     rewards = _reward_paths(config).items()
     absent = [f"{name}: {path} is not there" for name, path in rewards if not path.exists()]
+    absent += reward_problems(config)
     try:
         folder = check_model(config)
     except ModelFolderError as error:
@@ -97,7 +98,7 @@ def _missing_shards(folder: Path) -> list[str]:
 def _wrong_sums(folder: Path) -> list[str]:
     problems = []
     for sums in sorted(folder.rglob(SUMS)):
-        for line in sums.read_text().splitlines():
+        for line in sums.read_text("utf-8", "surrogateescape").splitlines():
             expected, _, name = line.partition(" ")
             file = sums.parent / name.lstrip(" *")
             if not file.is_file():

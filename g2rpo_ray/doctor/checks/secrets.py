@@ -10,6 +10,9 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 
+WITHOUT_KEY = ("offline", "dryrun", "disabled")
+"""Values of WANDB_MODE, in which W&B asks no server."""
+
 
 def check_secrets(config: Config | None) -> list[Finding]:
     """Only whether they are there; never their values."""
@@ -19,13 +22,16 @@ def check_secrets(config: Config | None) -> list[Finding]:
     if importlib.util.find_spec("wandb") is None:
         remedy = "pip install 'g2rpo-ray[wandb]', or tracking.wandb_project=null"
         findings.append(fail("secrets", "the package wandb is not installed", remedy))
+    mode = os.environ.get("WANDB_MODE", "").lower()
+    if mode in WITHOUT_KEY:
+        return [*findings, ok("secrets", f"WANDB_MODE is {mode}: no key is needed")]
     if os.environ.get("WANDB_API_KEY") or _wandb_in_netrc():
         return [*findings, ok("secrets", "WANDB_API_KEY is set")]
     project = config.tracking.wandb_project
     what = f"tracking.wandb_project is {project!r} and there is no WANDB_API_KEY"
     remedy = (
         "set it in the driver's environment from a secret (docs/security.md), or "
-        "tracking.wandb_project=null"
+        "WANDB_MODE=offline, which writes into the run's folder, or tracking.wandb_project=null"
     )
     return [*findings, fail("secrets", what, remedy)]
 

@@ -59,7 +59,7 @@ class Flux1(Family):
         return LatentShape(height // 16, width // 16, 4 * self._vae_channels, frames)
 
     def schedule(self, steps: int, latents: LatentShape) -> Tensor:
-        config = self.configs.get("scheduler") or self.published["FLUX.1-dev"].configs["scheduler"]
+        config = self.scheduler_config
         if not config.get("use_dynamic_shifting", False):
             return static_shift_schedule(steps, config.get("shift", 1.0), torch.float32)
         return dynamic_shift_schedule(

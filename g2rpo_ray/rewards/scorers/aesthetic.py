@@ -23,6 +23,7 @@ class AestheticScorer(ClipScorer):
         heads belong to ``ViT-L-14-quickgelu`` with OpenAI's weights."""
 
     kind = "aesthetic"
+    reads_prompts = False
 
     def __init__(self, options: Options, device: str) -> None:
         super().__init__(options, device)

@@ -1,6 +1,7 @@
 """Weight files of scorers: read without unpickling, and bound without a tensor left over."""
 
 import pickle
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,7 +32,13 @@ def load_state_dict(checkpoint: Path) -> dict[str, Tensor]:
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:
         raise ScorerError(f"{checkpoint}: damaged checkpoint: {error}") from error
     except pickle.UnpicklingError as error:
-        raise ScorerError(f"{checkpoint}: not a file of plain tensors: {error}") from error
+        # torch's own words advise to load it with weights_only=False, which would run its code.
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it asks for {found[1]}" if found else "it is no checkpoint of torch's"
+        raise ScorerError(
+            f"{checkpoint}: not a file of plain tensors: {what}. Files that could run code are not "
+            "read; save the model's state_dict, or take the published file again"
+        ) from error
     state = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise ScorerError(

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.clip_features import ClipOptions
-from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
+from g2rpo_ray.rewards.scorers.open_clip_model import find_open_clip, load_clip_features
 
 
 class ClipScorer(RewardScorer):
@@ -19,6 +20,11 @@ class ClipScorer(RewardScorer):
         """Weights file; needed with an open_clip name, else the folder's own are taken."""
 
     kind = "clip"
+
+    @classmethod
+    def check_files(cls, options: Section) -> None:
+        assert isinstance(options, ClipScorer.Options)
+        find_open_clip(options.architecture, options.checkpoint)
 
     def __init__(self, options: Options, device: str) -> None:
         self._features = load_clip_features(

@@ -37,6 +37,7 @@ class PythonScorer(RewardScorer):
             raise ScorerError(f"{where}: its options: {error}") from error
         self._scorer = cls(own_options, device)
         self.compares_pictures = self._scorer.compares_pictures
+        self.reads_prompts = self._scorer.reads_prompts
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         return self._scorer.score(pictures, prompts)

@@ -17,6 +17,7 @@ class DiversityScorer(ClipScorer):
 
     kind = "diversity"
     compares_pictures = True
+    reads_prompts = False
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         features = self._features.image(pictures).cpu()

@@ -6,6 +6,7 @@ Its package needs an old transformers; here its checkpoint runs on transformers'
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.common.tokenizers import load_tokenizer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
 from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipOptions
@@ -60,16 +63,15 @@ class ImageRewardScorer(RewardScorer):
 
     kind = "image_reward"
 
-    def __init__(self, options: Options, device: str) -> None:
-        from transformers import AutoTokenizer
+    @classmethod
+    def check_files(cls, options: Section) -> None:
+        assert isinstance(options, cls.Options)
+        _text_of(options)
 
-        checkpoint, med_config = resolve_path(options.checkpoint), resolve_path(options.med_config)
-        tokenizer_folder = resolve_path(options.tokenizer)
-        if not (tokenizer_folder / "tokenizer_config.json").is_file():
-            raise ScorerError(f"{tokenizer_folder}: no tokenizer_config.json in it")
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    def __init__(self, options: Options, device: str) -> None:
+        checkpoint, (sizes, self._tokenizer) = resolve_path(options.checkpoint), _text_of(options)
         state = renamed(load_state_dict(checkpoint))
-        self._model = build_model(state, read_json_object(med_config, ScorerError), checkpoint)
+        self._model = build_model(state, sizes, checkpoint)
         load_weights(self._model, state, checkpoint)
         self._device, self._dtype = torch.device(device), DTYPES[options.dtype]
         self._model.to(self._device).eval()
@@ -89,6 +91,18 @@ class ImageRewardScorer(RewardScorer):
         ).to(self._device)  # fmt: skip
         scores = rate(self._model, seen, tokens.input_ids, tokens.attention_mask)
         return ((scores - MEAN) / STD).cpu()
+
+
+def _text_of(options: ImageRewardScorer.Options) -> tuple[dict[str, Any], Any]:
+    """Sizes of the text encoder, and its tokenizer."""
+    from transformers import AutoTokenizer
+
+    sizes = read_json_object(resolve_path(options.med_config), ScorerError)
+    folder = resolve_path(options.tokenizer)
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ScorerError(f"{folder}: no tokenizer_config.json in it")
+    read = partial(AutoTokenizer.from_pretrained, folder, local_files_only=True)
+    return sizes, load_tokenizer(read, folder, sizes.get("vocab_size"), ScorerError)
 
 
 def rate(model: nn.ModuleDict, seen: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.tokenizers import load_tokenizer
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
 from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
 
-LOCAL_DIR = "local-dir:"
+LOCAL_DIR, CONFIG = "local-dir:", "open_clip_config.json"
+CLIP_VOCABULARY = 49408
 OWN_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 """What open_clip calls the weights in a model's folder."""
 
@@ -43,8 +46,7 @@ def load_clip_features(
     """
     import open_clip
 
-    name = resolve_architecture(architecture)
-    weights = _weights_of(name, checkpoint)
+    name, weights, tokenizer = find_open_clip(architecture, checkpoint)
     state = load_state_dict(weights)
     # Not with its weights: where a folder has none, open_clip goes on with random ones.
     logging.getLogger().addFilter(_is_no_false_alarm)
@@ -54,7 +56,6 @@ def load_clip_features(
         logging.getLogger().removeFilter(_is_no_false_alarm)
     load_weights(model, state, weights)
     model = model.to(device, DTYPES[dtype]).eval()
-    tokenizer = open_clip.get_tokenizer(name)
 
     def encode_text(prompt: str) -> Tensor:
         features: Tensor = model.encode_text(tokenizer([prompt]).to(device))[0]
@@ -63,6 +64,27 @@ def load_clip_features(
     return ClipFeatures(
         model.encode_image, encode_text, preprocess_of(model), torch.device(device), DTYPES[dtype]
     )
+
+
+def find_open_clip(architecture: str, checkpoint: str | None) -> tuple[str, Path, Any]:
+    """Name as open_clip wants it, weights file and tokenizer of ``load_clip_features``.
+
+    Raises:
+        ScorerError: one of them is missing or cannot be used.
+    """
+    import open_clip
+
+    name = resolve_architecture(architecture)
+    weights = _weights_of(name, checkpoint)
+    folder = name.removeprefix(LOCAL_DIR)
+    if folder == name:
+        text = open_clip.get_model_config(name)["text_cfg"]
+    else:
+        text = read_json_object(Path(folder, CONFIG), ScorerError)["model_cfg"]["text_cfg"]
+    # A text tower of transformers has its own size; open_clip's own has CLIP's, if not told.
+    rows = None if "hf_model_name" in text else text.get("vocab_size", CLIP_VOCABULARY)
+    tokenizer = load_tokenizer(partial(open_clip.get_tokenizer, name), folder, rows, ScorerError)
+    return name, weights, tokenizer
 
 
 def _is_no_false_alarm(record: logging.LogRecord) -> bool:
@@ -87,13 +109,16 @@ def resolve_architecture(architecture: str) -> str:
         return architecture
     folder = resolve_path(architecture.removeprefix(LOCAL_DIR))
     # Without the file open_clip would go on with a default, and with other preprocessing.
-    config_file = folder / "open_clip_config.json"
+    config_file = folder / CONFIG
     if not config_file.is_file():
-        raise ScorerError(f"{folder}: no open_clip_config.json in it (or no such folder)")
+        raise ScorerError(f"{folder}: no {CONFIG} in it (or no such folder)")
     config = read_json_object(config_file, ScorerError)
-    for section, keys in (("model_cfg", ["vision_cfg"]), ("preprocess_cfg", ["mean", "std"])):
+    model_keys = ["embed_dim", "vision_cfg", "text_cfg"]
+    for section, keys in (("model_cfg", model_keys), ("preprocess_cfg", ["mean", "std"])):
         found = config.get(section)
-        missing = keys if not isinstance(found, dict) else [key for key in keys if key not in found]
+        missing = (
+            keys if not isinstance(found, dict) else [key for key in keys if not found.get(key)]
+        )
         if missing:
             raise ScorerError(f"{config_file}: {section} lacks {', '.join(missing)}")
     return f"{LOCAL_DIR}{folder}"
@@ -101,7 +126,10 @@ def resolve_architecture(architecture: str) -> str:
 
 def _weights_of(name: str, checkpoint: str | None) -> Path:
     if checkpoint is not None:
-        return resolve_path(checkpoint)
+        weights = resolve_path(checkpoint)
+        if not weights.is_file():
+            raise ScorerError(f"{weights}: no such checkpoint file")
+        return weights
     if not name.startswith(LOCAL_DIR):
         raise ScorerError(f"with architecture {name!r} the option 'checkpoint' must name a file")
     folder = Path(name.removeprefix(LOCAL_DIR))

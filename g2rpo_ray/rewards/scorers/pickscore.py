@@ -1,6 +1,7 @@
 """PickScore (arXiv 2305.01569): a transformers CLIP model trained on people's picks."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.section import Section
+from g2rpo_ray.common.tokenizers import load_tokenizer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers.checkpoint_file import refuse_misfits
 from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures, ClipOptions
@@ -27,15 +30,15 @@ class PickscoreScorer(RewardScorer):
 
     kind = "pickscore"
 
-    def __init__(self, options: Options, device: str) -> None:
-        from transformers import AutoTokenizer
+    @classmethod
+    def check_files(cls, options: Section) -> None:
+        assert isinstance(options, cls.Options)
+        _load_tokenizer(resolve_path(options.path))
 
+    def __init__(self, options: Options, device: str) -> None:
         folder = resolve_path(options.path)
-        missing = [name for name in NEEDED if not (folder / name).is_file()]
-        if missing:
-            raise ScorerError(f"{folder}: no {', '.join(missing)} in it (or no such folder)")
+        tokenizer = _load_tokenizer(folder)
         model = _load_model(folder).to(device, DTYPES[options.dtype]).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         length = model.config.text_config.max_position_embeddings
 
         def encode_text(prompt: str) -> Tensor:
@@ -57,6 +60,23 @@ class PickscoreScorer(RewardScorer):
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         return self._features.similarity(pictures, prompts)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer, CLIPConfig
+
+    missing = [name for name in NEEDED if not (folder / name).is_file()]
+    if missing:
+        raise ScorerError(f"{folder}: no {', '.join(missing)} in it (or no such folder)")
+    config = read_json_object(folder / "config.json", ScorerError)
+    if config.get("model_type") != "clip":
+        raise ScorerError(f"{folder}/config.json: model_type is not 'clip', as a CLIPModel's is")
+    try:
+        rows = CLIPConfig.from_dict(config).text_config.vocab_size
+    except Exception as error:  # whatever a setting of another kind makes transformers raise
+        raise ScorerError(f"{folder}/config.json: no CLIPModel's: {error}") from error
+    read = partial(AutoTokenizer.from_pretrained, folder, local_files_only=True)
+    return load_tokenizer(read, folder, rows, ScorerError)
 
 
 def _load_model(folder: Path) -> Any:

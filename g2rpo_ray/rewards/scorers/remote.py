@@ -19,10 +19,14 @@ class HttpScorer(RewardScorer):
     class Options(EndpointOptions):
         """Settings of the ``http`` scorer."""
 
+        reads_prompts: bool = True
+        """Whether its scores depend on the prompt; false for one that judges pictures alone."""
+
     kind = "http"
 
     def __init__(self, options: Options, device: str) -> None:  # noqa: ARG002
         self._endpoint = Endpoint(options, options.url)
+        self.reads_prompts = options.reads_prompts
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         answer = self._endpoint.post(
