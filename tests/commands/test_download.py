@@ -19,7 +19,7 @@ from tests.commands.hub_server import Hub, Repository, serve
 PROJECT = Path(__file__).parents[2]
 CONFIGS = PROJECT / "configs"
 FLUX, HPS, CLIP = (
-    CATALOGUE[name] for name in ("FLUX.1-dev", "HPS_v2.1_compressed.pt", "DFN5B-CLIP-ViT-H-14-384")
+    CATALOGUE[name] for name in ("FLUX.1-dev", "HPS_v2.1_compressed.pt", "DFN5B-CLIP-ViT-H-14")
 )
 FLUX_FILES = {
     "model_index.json": b"{}",
@@ -92,7 +92,7 @@ def test_only_the_files_that_are_used_come_into_the_folders_that_are_expected(
     assert not (models / "FLUX.1-dev" / "flux1-dev.safetensors").exists()
     assert (models / "HPS_v2.1_compressed.pt").read_bytes() == b"hps" * 5000
     assert not (models / "HPS_v2_compressed.pt").exists()
-    clip = models / "DFN5B-CLIP-ViT-H-14-384"
+    clip = models / "DFN5B-CLIP-ViT-H-14"
     assert {p.name for p in clip.iterdir() if not p.name.startswith(".")} == {
         "open_clip_config.json",
         "open_clip_model.safetensors",
@@ -232,9 +232,7 @@ def test_the_disk_is_compared_before_anything_is_fetched(
 def test_a_model_without_a_pin_stays_at_its_first_commit(server: Hub, tmp_path: Path) -> None:
     assert CLIP.revision is None
     fetch()
-    record = (
-        tmp_path / "models/DFN5B-CLIP-ViT-H-14-384/.DFN5B-CLIP-ViT-H-14-384.g2rpo-download.json"
-    )
+    record = tmp_path / "models/DFN5B-CLIP-ViT-H-14/.DFN5B-CLIP-ViT-H-14.g2rpo-download.json"
     assert json.loads(record.read_text())["commit"] == "c" * 40
     server.requests.clear()
     fetch()
@@ -264,11 +262,11 @@ def test_offline_local_folders_are_enough_and_what_is_missing_is_said(
     assert run() == 0
     assert "everything that was downloaded is in place" in capsys.readouterr().out
     (tmp_path / "models/FLUX.1-dev/vae/config.json").unlink()
-    shutil.rmtree(tmp_path / "models/DFN5B-CLIP-ViT-H-14-384")
+    shutil.rmtree(tmp_path / "models/DFN5B-CLIP-ViT-H-14")
     assert run() == 2
     printed = capsys.readouterr().err
     assert f"{tmp_path}/models/FLUX.1-dev/vae/config.json (model.path, {FLUX.repo})" in printed
-    assert "models/DFN5B-CLIP-ViT-H-14-384 (rewards.clip.options.architecture" in printed
+    assert "models/DFN5B-CLIP-ViT-H-14 (rewards.clip.options.architecture" in printed
     assert "HPS" not in printed
 
 
@@ -335,8 +333,10 @@ def test_pins_are_whole_commits() -> None:
     assert all(len(pin) == 40 and int(pin, 16) for pin in pinned)
 
 
-@pytest.mark.parametrize("name", ["DFN5B-CLIP-ViT-H-14-384", "DFN5B-CLIP-ViT-H-14-378"])
-def test_both_names_of_apples_clip_are_known(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["DFN5B-CLIP-ViT-H-14", "DFN5B-CLIP-ViT-H-14-384", "DFN5B-CLIP-ViT-H-14-378"]
+)
+def test_all_names_of_apples_clip_are_known(name: str) -> None:
     override = f"rewards.clip.options.architecture=local-dir:models/{name}"
     sources = [target.source for target in targets_of(load_config(config(), [override]))]
     assert f"apple/{name}" in [source.repo for source in sources if source is not None]
