@@ -25,6 +25,9 @@ class ModelSection(Section):
     path: str
     """Folder in diffusers' layout (model_index.json, transformer/, vae/, text_encoder/, ...).
     ``tiny_world:flux`` is the small model inside this package."""
+    variant: str | None = Field(None, pattern=r"^[\w-]+$")
+    """Copy of the weights to read, by the word in its files' names: ``fp16``, ``bf16``, ``ema``.
+    Parts that have no such files give their plain ones; none reads the plain ones of every part."""
     random_weights: bool = False
     """For benchmarks: transformer and VAE have the architecture of the folder's ``config.json`` and
     random weights, made on the device; no weight file of theirs is read."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.weight_files import refuse_quantised
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.flux1.family import Flux1
@@ -18,7 +19,7 @@ def open_family(folder: Path) -> Family:
 
     Raises:
         ModelFolderError: the folder is of no family known here; a part is missing or of another
-            class, or does not fit the others.
+            class, is quantised, or does not fit the others.
     """
     index_file = folder / "model_index.json"
     if not index_file.is_file():
@@ -50,6 +51,8 @@ def open_family(folder: Path) -> Family:
                 f"{index_file}: part '{part}' is a {found or 'missing entry'}; the {part} of a "
                 f"{name} is a {expected}"
             )
+        if not is_tokenizer:
+            refuse_quantised(folder / part / config_file, ModelFolderError)
     configs = {"model_index": index}
     for name in ("transformer/config", "vae/config", "scheduler/scheduler_config", "call"):
         file = folder / f"{name}.json"

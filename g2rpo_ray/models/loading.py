@@ -1,5 +1,8 @@
 """Opening a model folder in diffusers' layout, with errors that name the part and the cause."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +10,15 @@ import diffusers
 import torch
 import transformers
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
 
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.weight_files import TensorPlace, chosen_files, find_weights
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.families import check_guidance, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
-from g2rpo_ray.models.saving import open_weights
+from g2rpo_ray.models.saving import WEIGHTS_NAME
 
+logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 RANDOM_STD = 0.02
@@ -23,29 +27,48 @@ RANDOM_STD = 0.02
 
 def check_model(config: Config) -> Path:
     """The folder of ``model.path``: of a family known here that has pictures of the configured
-    sizes and takes the configured guidance, with every part in place and every weight file whole.
+    sizes and takes the configured guidance, with every part in place, its configuration usable and
+    every weight file whole.
 
     Which tensors the files hold is checked on loading.
 
     Raises:
         ModelFolderError: the folder or a part of it is missing, of another class or another model,
-            or cut short; or the model has no pictures of such a size, takes no such guidance, or
-            says nothing of its own schedule, which is asked for.
+            quantised or cut short; more than one file could be meant; or the model has no pictures
+            of such a size, takes no such guidance, or says nothing of its own schedule, which is
+            asked for.
     """
     folder = resolve_path(config.model.path)
     if not folder.is_dir():
         raise ModelFolderError(f"model.path {config.model.path!r}: no such folder ({folder})")
     family = open_family(folder)
     for part in family.parts:
-        for file in sorted((folder / part).glob("*.safetensors")):
-            # Reads the header alone, and compares it with the file's length.
-            with open_weights(file):
-                pass
+        if is_network(part):
+            if not _is_random(config.model, part):
+                places = part_weights(config.model, part)
+                _tell_unread(folder / part, {place.file.name for place in places.values()})
+            with _named_errors(folder / part, family.parts[part]):
+                _make_empty(family, part, folder / part)
     latents = latents_of(config, family)
     check_guidance(config, family)
     if config.sampling.schedule == "dynamic":
         family.schedule(config.sampling.steps, latents)
     return folder
+
+
+def is_network(part: str) -> bool:
+    """Whether a part of a folder has weights."""
+    return not part.startswith("tokenizer")
+
+
+def part_weights(model: ModelSection, part: str) -> dict[str, TensorPlace]:
+    """Where the tensors of a part of the folder lie, by their headers.
+
+    Raises:
+        ModelFolderError: as of ``find_weights``.
+    """
+    folder = resolve_path(model.path) / part
+    return find_weights(folder, _stem(part), model.variant, ModelFolderError)
 
 
 def load_part(
@@ -59,23 +82,23 @@ def load_part(
         ModelFolderError: weights are missing, cut short, unexpected, or of other shapes.
     """
     family = open_family(resolve_path(model.path))
-    if model.random_weights and part in ("transformer", "vae"):
+    if _is_random(model, part):
         return _random_network(_class_of(family, part), family.configs[part], dtype, device)
     folder = resolve_path(model.path) / part
     cls = _class_of(family, part)
-    is_network = not part.startswith("tokenizer")
     options: dict[str, Any] = {"local_files_only": True}
-    if is_network:
+    if is_network(part):
+        part_weights(model, part)
         # Without use_safetensors the libraries would fall back to pickled weights.
         options |= {"use_safetensors": True, "output_loading_info": True, "torch_dtype": dtype}
+        if chosen_files(folder, _stem(part), model.variant):
+            options["variant"] = model.variant
     if part.startswith("text_encoder"):
         # transformers' own error names no tensor; ours, made from the same finding, does.
         options["ignore_mismatched_sizes"] = True
-    try:
+    with _named_errors(folder, cls.__name__):
         loaded = cls.from_pretrained(folder, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelFolderError(f"{folder}: cannot be loaded as {cls.__name__}: {error}") from error
-    if not is_network:
+    if not is_network(part):
         return loaded
     network, info = loaded
     _check_tensors(folder, cls.__name__, info)
@@ -86,6 +109,46 @@ def on_meta(family: Family, part: str) -> Any:
     """``transformer`` or ``vae`` by its configuration, without weights."""
     with torch.device("meta"):
         return _class_of(family, part).from_config(family.configs[part])
+
+
+def _make_empty(family: Family, part: str, folder: Path) -> None:
+    """Any network by its configuration: most errors of ``from_pretrained`` come of it."""
+    if part in family.configs:
+        on_meta(family, part)
+        return
+    cls = _class_of(family, part)
+    with torch.device("meta"):
+        cls(cls.config_class.from_pretrained(folder, local_files_only=True))
+
+
+@contextmanager
+def _named_errors(folder: Path, model: str) -> Iterator[None]:
+    try:
+        yield
+    # Whatever a configuration or file that the libraries did not expect makes them raise.
+    except Exception as error:
+        raise ModelFolderError(
+            f"{folder}: cannot be loaded as {model}: {type(error).__name__}: {error}. Fetch or "
+            "copy this part again, as it was published"
+        ) from error
+
+
+def _tell_unread(folder: Path, read: set[str]) -> None:
+    beside = sorted({file.name for file in folder.glob("*.safetensors")} - read)
+    if beside:
+        logger.info(
+            "%s: weights are read from %s; %s beside it not (the setting model.variant chooses)",
+            folder, ", ".join(sorted(read)[:3]), ", ".join(beside[:3]),
+        )  # fmt: skip
+
+
+def _is_random(model: ModelSection, part: str) -> bool:
+    return model.random_weights and part in ("transformer", "vae")
+
+
+def _stem(part: str) -> str:
+    """How the part's library names weight files."""
+    return WEIGHTS_NAME if part in ("transformer", "vae") else "model"
 
 
 def _class_of(family: Family, part: str) -> Any:

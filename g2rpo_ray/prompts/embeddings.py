@@ -26,7 +26,7 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.families import negative_prompt, open_family
-from g2rpo_ray.models.fingerprint import folder_fingerprint
+from g2rpo_ray.models.fingerprint import encoder_part_fingerprint, folder_fingerprint
 from g2rpo_ray.prompts.reading import MANIFEST, PROMPTS_FILE, PromptFileError
 
 FORMAT = "g2rpo embeddings 1"
@@ -70,9 +70,8 @@ class Manifest:
 
 def encoder_fingerprint(model: ModelSection) -> dict[str, str]:
     """Of each part of the text encoders."""
-    folder = resolve_path(model.path)
-    parts = open_family(folder).encoder_parts
-    return {part: folder_fingerprint(folder / part) for part in parts}
+    parts = open_family(resolve_path(model.path)).encoder_parts
+    return {part: encoder_part_fingerprint(model, part) for part in parts}
 
 
 def prompt_checksum(embeds: Conditioning) -> str:
@@ -163,7 +162,7 @@ class Embeddings:
         differing = [
             f"{key} is {made.get(key)} there and {value} in the configuration"
             for key, value in wanted.items()
-            if made.get(key) != value
+            if made.get(key) != value and not self._is_of_same_files(config.model, key)
         ]
         if differing:
             raise PromptFileError(
@@ -171,6 +170,11 @@ class Embeddings:
                 f"{config.model.path!r} has: {'; '.join(differing)}. Embed the prompts again: "
                 "g2rpo embed"
             )
+
+    def _is_of_same_files(self, model: ModelSection, part: str) -> bool:
+        """As embeddings say that were written before fingerprints were of tensors."""
+        folder = resolve_path(model.path) / part
+        return folder.is_dir() and self.manifest.encoder.get(part) == folder_fingerprint(folder)
 
     def __contains__(self, text: str) -> bool:
         return text in self._places

@@ -1,7 +1,7 @@
 """Which weights a name means, whether they fit the model, and a policy that has them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -10,10 +10,11 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_info, read_weights
-from g2rpo_ray.models.fingerprint import base_fingerprint
+from g2rpo_ray.models.adapters import adapter_at, load_adapter
+from g2rpo_ray.models.fingerprint import OF_TENSORS, base_file_fingerprint, base_fingerprint
 from g2rpo_ray.models.loading import DTYPES, load_part
 from g2rpo_ray.models.policy import Policy, load_policy
-from g2rpo_ray.models.saving import ADAPTER_FILE, load_adapter, load_transformer_weights
+from g2rpo_ray.models.saving import load_transformer_weights
 from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.run.paths import RunFolderError, run_folder
 from g2rpo_ray.run.scores import best_evaluated
@@ -45,14 +46,21 @@ def read_fitting_info(checkpoint: Path, model: ModelSection) -> CheckpointInfo:
             f"{checkpoint} holds '{info.trained}' weights, the configuration trains '{kind}' "
             "(model.lora, model.trained_modules); they cannot be mixed"
         )
-    if info.base not in ("", base):
-        raise RunFolderError(
-            f"{checkpoint} was trained from the base model {info.base}, and model.path "
-            f"{model.path!r} has {base} (fingerprints of the transformer's weight files); on "
-            "another base its weights mean something else: set model.path to the model it was "
-            "trained from"
-        )
-    return info
+    if info.base in ("", base):
+        return info
+    is_older = not info.base.startswith(OF_TENSORS)
+    if is_older and info.base == base_file_fingerprint(model):
+        return replace(info, base=base)
+    older = (
+        " It is an older checkpoint's fingerprint of files: with a copy of the very files that it "
+        "was trained from it resumes, and its next checkpoint takes re-sharded ones, too."
+    )
+    raise RunFolderError(
+        f"{checkpoint} was trained from the base model {info.base}, and model.path "
+        f"{model.path!r} has {base} (fingerprints of the transformer's weights); on another base "
+        "its weights mean something else: set model.path to the model it was trained from."
+        f"{older if is_older else ''}"
+    )
 
 
 def checkpoint_named(config: Config, name: str) -> Path:
@@ -117,10 +125,10 @@ def load_source(config: Config, checkpoint: str, average: bool = False) -> Sourc
     policy = load_policy(plain)
     if path is None:
         return Source(policy, lambda: None)
-    if path.name == ADAPTER_FILE or (path / ADAPTER_FILE).exists():
-        load_adapter(policy.transformer, path)
+    if adapter_at(path) is not None:
+        load_adapter(policy.transformer, path, policy.family)
         return Source(policy, policy.transformer.disable_adapters)
-    load_transformer_weights(policy.transformer, path)
+    load_transformer_weights(policy.transformer, path, config.model.variant)
     return Source(policy, _reload(policy, config))
 
 

@@ -1,7 +1,6 @@
 """Model and reward files on every node: complete, whole, the same."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.findings import Finding, fail, ok
 from g2rpo_ray.doctor.probe import ask
 from g2rpo_ray.models.catalogue import reward_paths
-from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.fingerprint import sampled
 from g2rpo_ray.models.loading import check_model
@@ -63,7 +61,7 @@ def model_problems(config: Config) -> list[str]:
         folder = check_model(config)
     except ModelFolderError as error:
         return [str(error), *absent]
-    return [*_missing_shards(folder), *_wrong_sums(folder), *absent]
+    return [*_wrong_sums(folder), *absent]
 
 
 def digests(config: Config) -> dict[str, str]:
@@ -76,22 +74,6 @@ def digests(config: Config) -> dict[str, str]:
             content = f"{file.stat().st_size} ".encode() + sampled(file)
             found[str(file.relative_to(root.parent))] = hashlib.sha256(content).hexdigest()[:16]
     return found
-
-
-def _missing_shards(folder: Path) -> list[str]:
-    problems = []
-    for part in open_family(folder).parts:
-        for index in sorted((folder / part).glob("*.safetensors.index.json")):
-            try:
-                shards = set(json.loads(index.read_text())["weight_map"].values())
-            except (OSError, ValueError, KeyError, AttributeError) as error:
-                problems.append(f"{index}: not readable as an index of shards: {error!r}")
-                continue
-            missing = sorted(name for name in shards if not (index.parent / name).is_file())
-            if missing:
-                problems.append(f"{index.parent}: {len(missing)} of {len(shards)} shards are "
-                                f"missing, first {missing[0]}")  # fmt: skip
-    return problems
 
 
 def _wrong_sums(folder: Path) -> list[str]:
