@@ -135,7 +135,7 @@ def open_weights(file: Path, error: type[Exception]) -> safe_open:
         raise error(f"{file}: cut short or no safetensors file: {cause}") from cause
 
 
-def refuse_quantised(config_file: Path, error: type[Exception]) -> None:
+def refuse_quantiser(config_file: Path, error: type[Exception]) -> None:
     """
     Raises:
         error: a config.json says that its weights are quantised.

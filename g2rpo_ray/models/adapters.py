@@ -19,9 +19,10 @@ from g2rpo_ray.models.lora import ADAPTER
 from g2rpo_ray.models.saving import ADAPTER_FILE, WEIGHTS_NAME
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PEFT = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _HALF = re.compile(
-    r"(.+)\.(?:(lora_A|lora_down|lora\.down|down)|(lora_B|lora_up|lora\.up|up))"
+    r"(.+?)\.(?:(lora_A|lora_down|lora\.down|down)|(lora_B|lora_up|lora\.up|up))"
     rf"(?:\.{ADAPTER})?\.weight"
 )
 """Module, and which half it is, in the name of any program's tensor."""
@@ -125,7 +126,8 @@ def _halves(file: Path) -> dict[str, dict[str, Tensor]]:
 
 def _scaled(file: Path, pairs: dict[str, dict[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
     """Both factors of every module; where it is not 1, its scale is in B, which is float32 then."""
-    config = _peft_config(file)
+    is_pefts = any(module.startswith(_PEFT) for module in pairs)
+    config = _peft_config(file, is_pefts or file.name == PEFT_FILE)
     scaled = {}
     for module, parts in pairs.items():
         down, up, rank = parts["A"], parts["B"], len(parts["A"])
@@ -137,7 +139,7 @@ def _scaled(file: Path, pairs: dict[str, dict[str, Tensor]]) -> dict[str, tuple[
             plain = _PREFIXES.sub("", module, count=1)
             alpha = pattern.get(get_pattern_key(pattern, plain), config["lora_alpha"])
             scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        elif module.startswith("base_model.model."):
+        elif is_pefts:
             raise ModelFolderError(
                 f"{file}: has the names of peft, which keeps the scale (lora_alpha) in "
                 f"{PEFT_CONFIG}; put that file beside it"
@@ -146,10 +148,10 @@ def _scaled(file: Path, pairs: dict[str, dict[str, Tensor]]) -> dict[str, tuple[
     return scaled
 
 
-def _peft_config(file: Path) -> dict[str, Any]:
-    """peft's settings beside the file, or those that diffusers keeps in its header; or nothing."""
+def _peft_config(file: Path, is_pefts: bool) -> dict[str, Any]:
+    """peft's settings beside its file, or those that diffusers keeps in the header; or nothing."""
     source = file.with_name(PEFT_CONFIG)
-    if source.is_file():
+    if is_pefts and source.is_file():
         config = read_json_object(source, ModelFolderError)
     else:
         with open_weights(file, ModelFolderError) as reader:
@@ -244,7 +246,7 @@ def _scheme(pairs: Mapping[str, object]) -> str:
     for part, scheme in (
         ("lora_unet_", "kohya's names"),
         ("diffusion_model.", "ComfyUI's names"),
-        ("base_model.model.", "peft's names"),
+        (_PEFT, "peft's names"),
         ("processor", "names of attention processors, as XLabs has them"),
         ("transformer.", "diffusers' names"),
     ):

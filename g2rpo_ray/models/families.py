@@ -4,7 +4,7 @@ from pathlib import Path
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.common.weight_files import refuse_quantised
+from g2rpo_ray.common.weight_files import refuse_quantiser
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.flux1.family import Flux1
@@ -52,7 +52,7 @@ def open_family(folder: Path) -> Family:
                 f"{name} is a {expected}"
             )
         if not is_tokenizer:
-            refuse_quantised(folder / part / config_file, ModelFolderError)
+            refuse_quantiser(folder / part / config_file, ModelFolderError)
     configs = {"model_index": index}
     for name in ("transformer/config", "vae/config", "scheduler/scheduler_config", "call"):
         file = folder / f"{name}.json"

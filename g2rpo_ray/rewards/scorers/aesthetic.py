@@ -9,7 +9,7 @@ from torch import Tensor
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.rewards.scorer import ScorerError
-from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
+from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, refuse_quantised
 from g2rpo_ray.rewards.scorers.clip import ClipScorer
 
 
@@ -47,9 +47,10 @@ def read_head(file: Path) -> list[tuple[Tensor, Tensor]]:
     """Weight and bias of every linear layer, in order, float32.
 
     Raises:
-        ScorerError: damaged, other tensors than linear layers, or they do not follow each other.
+        ScorerError: damaged, quantised, other tensors than linear layers, or they do not follow each other.
     """
     state = load_state_dict(file)
+    refuse_quantised(file, state)
     places: dict[int, dict[str, Tensor]] = {}
     for name, tensor in state.items():
         match = re.fullmatch(r"(?:(?:\w+\.)*?(\d+)\.)?(weight|bias)", name)

@@ -1,19 +1,25 @@
 """Weight files of scorers: read without unpickling, and bound without a tensor left over."""
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from g2rpo_ray.common.weight_files import INTEGER_BUFFERS
 from g2rpo_ray.rewards.scorer import ScorerError
 
 KEYS_NAMED = 5
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What weights are read from: numbers of 8 bits mean nothing without scales, which are not read."""
 
 
-def load_state_dict(checkpoint: Path) -> dict[str, Tensor]:
+def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
     """Weights of a ``.pt`` (``{'state_dict': ...}`` or bare) or ``.safetensors`` file.
+
+    Args:
+        device: ``meta`` reads names, types and shapes alone.
 
     Raises:
         ScorerError: the file is missing, damaged, or holds anything but tensors (never unpickled).
@@ -25,8 +31,8 @@ def load_state_dict(checkpoint: Path) -> dict[str, Tensor]:
         raise ScorerError(f"{checkpoint}: no such checkpoint file")
     try:
         if checkpoint.suffix == ".safetensors":
-            return load_file(checkpoint)
-        content = torch.load(checkpoint, map_location="cpu", weights_only=True)
+            return load_file(checkpoint, device)
+        content = torch.load(checkpoint, map_location=device, weights_only=True)
     # torch.load raises whatever a damaged zip or pickle makes it raise.
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:
         raise ScorerError(f"{checkpoint}: damaged checkpoint: {error}") from error
@@ -45,9 +51,12 @@ def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path)
     """Fill a model with exactly these weights.
 
     Raises:
-        ScorerError: keys are missing or left over, or shapes differ; the first few are named.
+        ScorerError: keys are missing or left over, shapes differ, or weights are quantised; the
+            first few are named.
     """
     wanted = model.state_dict()
+    weights = {name: t for name, t in state.items() if name in wanted}
+    refuse_quantised(source, {n: t for n, t in weights.items() if wanted[n].is_floating_point()})
     misshapen = [
         f"{name} {list(state[name].shape)} instead of {list(wanted[name].shape)}"
         for name in wanted.keys() & state.keys()
@@ -55,6 +64,19 @@ def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path)
     ]
     refuse_misfits(source, wanted.keys() - state.keys(), state.keys() - wanted.keys(), misshapen)
     model.load_state_dict(state)
+
+
+def refuse_quantised(source: Path, weights: Mapping[str, Tensor]) -> None:
+    """
+    Raises:
+        ScorerError: some are not floating point of 16 bits or more.
+    """
+    for name, tensor in weights.items():
+        if tensor.dtype not in FLOATS and not name.endswith(INTEGER_BUFFERS):
+            raise ScorerError(
+                f"{source}: {name} holds {tensor.dtype} numbers; weights must be floating point of "
+                "16 bits or more: quantised files cannot be used, take the published one"
+            )
 
 
 def refuse_misfits(

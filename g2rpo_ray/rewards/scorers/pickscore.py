@@ -9,11 +9,17 @@ from torch import Tensor
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.weight_files import chosen_files, find_weights, refuse_quantiser
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
-from g2rpo_ray.rewards.scorers.checkpoint_file import refuse_misfits
+from g2rpo_ray.rewards.scorers.checkpoint_file import (
+    load_state_dict,
+    refuse_misfits,
+    refuse_quantised,
+)
 from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures, ClipOptions
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
 
+PICKLED = "pytorch_model.bin"
 NEEDED = ("config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
@@ -60,15 +66,22 @@ class PickscoreScorer(RewardScorer):
 
 
 def _load_model(folder: Path) -> Any:
-    from safetensors import SafetensorError
     from transformers import CLIPModel
 
+    refuse_quantiser(folder / "config.json", ScorerError)
+    if (folder / PICKLED).is_file() and not chosen_files(folder, "model", None):
+        refuse_quantised(folder / PICKLED, load_state_dict(folder / PICKLED, "meta"))
+    else:
+        find_weights(folder, "model", None, ScorerError)
     try:
         model, info = CLIPModel.from_pretrained(
             folder, local_files_only=True, output_loading_info=True, dtype=torch.float32
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ScorerError(f"{folder}: cannot be loaded as a CLIPModel: {error}") from error
+    # Whatever a configuration or file that transformers did not expect makes it raise.
+    except Exception as error:
+        raise ScorerError(
+            f"{folder}: cannot be loaded as a CLIPModel: {type(error).__name__}: {error}"
+        ) from error
     refuse_misfits(folder, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
     return model
 
