@@ -1,11 +1,13 @@
 """The quickstart made small: settings, prompts, scores and groups for tests of every room."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo_ray.common.paths import resolve_path
@@ -47,6 +49,20 @@ def tiny_config(run_dir: Path, *overrides: str) -> Config:
 def copy_flux(target: Path) -> Path:
     """A copy of the tiny FLUX that a test may damage."""
     return Path(shutil.copytree(resolve_path("tiny_world:flux"), target))
+
+
+def reshard(folder: Path, stem: str) -> None:
+    """Put the tensors of a folder's one file into two, with an index."""
+    whole = folder / f"{stem}.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    names = [f"{stem}-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    weight_map = {tensor: names[place % 2] for place, tensor in enumerate(sorted(tensors))}
+    for name in names:
+        held = {tensor: tensors[tensor] for tensor, file in weight_map.items() if file == name}
+        save_file(held, folder / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
 
 
 def encode(config: Config, captions: list[str] = CAPTIONS) -> list[Prompt]:

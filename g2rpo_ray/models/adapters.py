@@ -208,7 +208,8 @@ def _renamed(
             converted = family.pipeline_class.lora_state_dict(form)
         # Whatever names that a converter did not expect make it raise.
         except Exception as error:  # noqa: BLE001
-            cause = cause or f"; {type(error).__name__}: {error!s:.300}"
+            words = " ".join(str(error).split())
+            cause = cause or f"; {type(error).__name__}: {words:.300}"
             continue
         weights = {name.removeprefix("transformer."): t for name, t in converted.items()}
         modules = {name.removesuffix(_A).removesuffix(_B) for name in weights}

@@ -182,13 +182,22 @@ def test_model_files(tmp_path: Path) -> None:
 
     weights = flux / "transformer" / "diffusion_pytorch_model.safetensors"
     index = weights.with_name("diffusion_pytorch_model.safetensors.index.json")
-    index.write_text(json.dumps({"weight_map": {"x": weights.name, "y": "part-2.safetensors"}}))
-    assert model_problems(config) == [
-        f"{index.parent}: 1 of 2 shards are missing, first part-2.safetensors"
-    ]
+    index.write_text(json.dumps({"weight_map": {"x": "part-1.safetensors"}}))
+    assert "either could be meant" in model_problems(config)[0]
+    whole_file = weights.rename(weights.with_name("part-1.safetensors"))
+    index.write_text(json.dumps({"weight_map": {"x": whole_file.name, "y": "part-2.safetensors"}}))
+    (problem,) = model_problems(config)
+    assert problem.startswith(f"{index.parent}/part-2.safetensors: missing; {index.name} names it")
     index.write_text("{}")
-    assert "not readable as an index of shards" in model_problems(config)[0]
+    assert "not an index of weights" in model_problems(config)[0]
     index.unlink()
+    whole_file.rename(weights)
+
+    config_file = flux / "text_encoder_2" / "config.json"
+    text = config_file.read_text()
+    config_file.write_text(json.dumps(json.loads(text) | {"quantization_config": {}}))
+    assert f"{config_file}: quantization_config names" in model_problems(config)[0]
+    config_file.write_text(text)
 
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     (weights.parent / "SHA256SUMS").write_text(f"{digest}  {weights.name}\n")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.config import ModelSection
@@ -156,7 +157,9 @@ def test_weight_file_cut_short_is_found_before_anything_is_loaded(folder: Path, 
 @pytest.mark.parametrize("file", WEIGHT_FILES)
 def test_missing_weight_file(folder: Path, file: str) -> None:
     (folder / file).unlink()
-    assert "cannot be loaded" in load_error(folder, file)
+    stem = Path(file).stem
+    for message in (check_error(folder), load_error(folder, file)):
+        assert f"no {stem}.safetensors there, nor its index" in message
 
 
 @pytest.mark.parametrize("file", WEIGHT_FILES)
@@ -190,4 +193,59 @@ def test_left_over_tensors_are_counted_and_named(folder: Path, file: str) -> Non
 def test_pickled_weights_are_not_read(folder: Path) -> None:
     torch.save(load_file(folder / VAE), folder / "vae" / "diffusion_pytorch_model.bin")
     (folder / VAE).unlink()
-    assert "cannot be loaded" in load_error(folder, VAE)
+    assert "no diffusion_pytorch_model.safetensors there" in load_error(folder, VAE)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize(
+    ("key", "quantiser"),
+    [
+        ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ("quantization_config", {"quant_method": "gguf"}),
+        ("compression_config", {"format": "pack-quantized"}),
+    ],
+)
+def test_a_quantised_part_is_refused_with_its_quantiser(
+    folder: Path, part: str, key: str, quantiser: dict[str, object]
+) -> None:
+    path = folder / part / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: quantiser}))
+    message = check_error(folder)
+    assert f"{path}: {key} names the quantiser" in message
+    assert str(next(iter(quantiser.values()))) in message
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("transformer", {"num_layers": "two"}),
+        ("transformer", {"attention_head_dim": [8]}),
+        ("vae", {"block_out_channels": 8}),
+        ("vae", {"down_block_types": ["AnotherBlock"]}),
+        ("text_encoder", {"hidden_act": "another"}),
+        ("text_encoder", {"num_attention_heads": 0}),
+        ("text_encoder_2", {"num_layers": None}),
+        ("text_encoder_2", {"d_model": "wide"}),
+    ],
+)
+def test_a_configuration_that_no_network_can_be_made_of(
+    folder: Path, part: str, change: dict[str, object]
+) -> None:
+    path = folder / part / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    message = check_error(folder)
+    assert f"{folder}/{part}: cannot be loaded as {Flux1.parts[part]}" in message
+    assert "copy this part again" in message
+
+
+@pytest.mark.parametrize("error", [ImportError("no such library"), AttributeError("x"), Exception])
+def test_whatever_a_library_raises_has_the_parts_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoencoderKL, "from_pretrained", fail)
+    message = load_error(folder, VAE)
+    assert "cannot be loaded as AutoencoderKL" in message
+    assert str(error) in message or "Exception" in message

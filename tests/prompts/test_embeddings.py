@@ -16,16 +16,17 @@ from safetensors.torch import save_file
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.fingerprint import folder_fingerprint
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts import encoder as encoder_module
 from g2rpo_ray.prompts.dataset import read_config_prompts
 from g2rpo_ray.prompts.embeddings import Embeddings, prompt_checksum, stacked
 from g2rpo_ray.prompts.encoder import PromptEncoder
-from g2rpo_ray.prompts.reading import PromptFileError
+from g2rpo_ray.prompts.reading import MANIFEST, PromptFileError
 from g2rpo_ray.prompts.selection import Selection
 from g2rpo_ray.training import embed as embed_module
 from g2rpo_ray.training.embed import EmbedError, EmbedOptions, embed
-from tests.tiny import copy_flux, tiny_config
+from tests.tiny import copy_flux, reshard, tiny_config
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -140,7 +141,7 @@ def test_training_refuses_embeddings_of_another_encoder(
     content[-2] ^= 1
     (model / part / name).write_bytes(content)
     config = config_with(embedded, f"model.path={model}")
-    with pytest.raises(PromptFileError, match=rf"another encoder .*{part} is \w+ there"):
+    with pytest.raises(PromptFileError, match=rf"another encoder .*{part} is [\w:]+ there"):
         read_config_prompts(config, config.prompts.train)
 
 
@@ -149,6 +150,28 @@ def test_a_copy_of_the_encoder_elsewhere_is_the_same_encoder(
 ) -> None:
     config = config_with(embedded, f"model.path={copy_flux(tmp_path / 'flux')}")
     assert read_config_prompts(config, config.prompts.train) == PROMPTS
+
+
+def test_an_encoder_in_other_shards_is_the_same_encoder(embedded: Path, tmp_path: Path) -> None:
+    model = copy_flux(tmp_path / "flux")
+    reshard(model / "text_encoder_2", "model")
+    config = config_with(embedded, f"model.path={model}")
+    assert read_config_prompts(config, config.prompts.train) == PROMPTS
+
+
+def test_embeddings_with_fingerprints_of_files_are_still_known(
+    embedded: Path, tmp_path: Path
+) -> None:
+    folder, model = tmp_path / "embedded", copy_flux(tmp_path / "flux")
+    shutil.copytree(embedded, folder)
+    content = json.loads((folder / MANIFEST).read_text())
+    content["encoder"] = {p: folder_fingerprint(model / p) for p in content["encoder"]}
+    (folder / MANIFEST).write_text(json.dumps(content))
+    config = config_with(folder, f"model.path={model}")
+    assert read_config_prompts(config, config.prompts.train) == PROMPTS
+    reshard(model / "text_encoder_2", "model")
+    with pytest.raises(PromptFileError, match="another encoder"):
+        read_config_prompts(config, config.prompts.train)
 
 
 def test_a_shard_that_is_cut_short_or_missing_is_named(folder: Path) -> None:

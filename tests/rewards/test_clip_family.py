@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
 
@@ -63,6 +64,8 @@ def test_a_linear_head_has_no_numbers_in_its_names(pictures: Tensor, tmp_path: P
         ({"weight": torch.ones(2, 64), "bias": torch.ones(2)}, "gives 2 numbers; expected 1"),
         ({"0.weight": torch.ones(8, 64), "0.bias": torch.ones(8), "2.weight": torch.ones(1, 9),
           "2.bias": torch.ones(1)}, "layer 2 has weight [1, 9]"),
+        ({"weight": torch.ones(1, 64).to(torch.float8_e4m3fn), "bias": torch.ones(1)},
+         "weight holds torch.float8_e4m3fn numbers"),
         ({"0.running_mean": torch.ones(8)}, "unexpected tensor '0.running_mean'"),
     ],
 )  # fmt: skip
@@ -94,8 +97,6 @@ def test_a_pickscore_folder_that_lacks_a_file_is_named(name: str, tmp_path: Path
 
 
 def test_pickscore_weights_that_are_missing_or_left_over_are_listed(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     options = pickscore_options(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     state["another.weight"] = state.pop("visual_projection.weight")
@@ -104,6 +105,33 @@ def test_pickscore_weights_that_are_missing_or_left_over_are_listed(tmp_path: Pa
         make_scorer("pickscore", options, "cpu")
     assert "1 missing: visual_projection.weight" in str(caught.value)
     assert "1 unexpected: another.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_quantised_weights_of_pickscore_are_refused(tmp_path: Path, pickled: bool) -> None:
+    options = pickscore_options(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file) | {"position_ids": torch.arange(2)}
+    name = "visual_projection.weight"
+    state[name] = state[name].to(torch.float8_e4m3fn)
+    if pickled:
+        file.unlink()
+        file = tmp_path / "pytorch_model.bin"
+        torch.save(state, file)
+    else:
+        save_file(state, file, {"format": "pt"})
+    with pytest.raises(ScorerError) as caught:
+        make_scorer("pickscore", options, "cpu")
+    assert f"{file}: {name} holds " in str(caught.value)
+
+
+def test_a_quantised_pickscore_folder_is_refused(tmp_path: Path) -> None:
+    options = pickscore_options(tmp_path)
+    file = tmp_path / "config.json"
+    change = {"quantization_config": {"quant_method": "gptq"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ScorerError, match="quantization_config names the quantiser 'gptq'"):
+        make_scorer("pickscore", options, "cpu")
 
 
 @pytest.mark.parametrize("change", [{"resample": 2}, {"crop_size": 16}, {"size": {"height": 32}}])

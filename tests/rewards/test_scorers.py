@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from g2rpo_ray.common.paths import resolve_path
@@ -165,6 +166,20 @@ def test_missing_left_over_and_misshapen_weights_are_listed(tmp_path: Path) -> N
     message = hps_error(checkpoint=str(checkpoint))
     assert f"{checkpoint}: does not fit the architecture" in message
     assert all(name in message for name in (missing, misshapen, "another.weight"))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_quantised_weights_are_refused(tmp_path: Path, dtype: torch.dtype, suffix: str) -> None:
+    state = load_state_dict(resolve_path(HPS_FILE))
+    state["visual.proj"] = state["visual.proj"].to(dtype)
+    checkpoint = tmp_path / f"HPS.{suffix}"
+    if suffix == "pt":
+        torch.save(state, checkpoint)
+    else:
+        save_file({name: tensor.clone() for name, tensor in state.items()}, checkpoint)
+    message = hps_error(checkpoint=str(checkpoint))
+    assert f"{checkpoint}: visual.proj holds {dtype} numbers" in message
 
 
 def test_a_folder_without_its_configuration_is_not_guessed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
-from g2rpo_ray.models.fingerprint import base_fingerprint
+from g2rpo_ray.models.fingerprint import base_file_fingerprint, base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run.folder import _LOCKS, changed_settings, give_up_later, open_run, write_resolved
 from g2rpo_ray.run.paths import RunFolderError
@@ -22,7 +22,7 @@ from g2rpo_ray.run.scores import save_heldout
 from g2rpo_ray.run.weights import checkpoint_named, trained_kind
 from g2rpo_ray.tracking.report.page import write_report
 from tests.states import write_checkpoint
-from tests.tiny import copy_flux, tiny_config
+from tests.tiny import copy_flux, reshard, tiny_config
 
 
 @pytest.fixture
@@ -280,6 +280,31 @@ def test_another_base_model_is_named(folder: Path, tmp_path: Path) -> None:
     message = error_of(config_of(folder, lora, f"model.path={moved}"), "auto")
     assert f"{checkpoint} was trained from the base model {begun.base}, and model.path" in message
     assert base_fingerprint(config_of(folder, f"model.path={moved}").model) in message
+
+
+def test_the_same_base_in_other_shards_is_the_same_base(folder: Path, tmp_path: Path) -> None:
+    config = start(folder)
+    begun = open_run(config, "auto").info
+    checkpoint = checkpoint_folder(folder, 2)
+    write_checkpoint(checkpoint, replace(begun, iteration=2), {"weight.a": torch.ones(2)})
+    moved = copy_flux(tmp_path / "flux")
+    reshard(moved / "transformer", "diffusion_pytorch_model")
+    assert open_run(config_of(folder, f"model.path={moved}"), "auto").info.base == begun.base
+
+
+def test_a_checkpoint_with_a_fingerprint_of_files_resumes(folder: Path, tmp_path: Path) -> None:
+    config = start(folder)
+    begun = open_run(config, "auto").info
+    checkpoint, older = checkpoint_folder(folder, 2), base_file_fingerprint(config.model)
+    assert older != begun.base
+    info = replace(begun, iteration=2, base=older)
+    write_checkpoint(checkpoint, info, {"weight.a": torch.ones(2)})
+    # The next checkpoint is written with what this one is read as.
+    assert open_run(config, "auto").info.base == begun.base
+    moved = copy_flux(tmp_path / "flux")
+    reshard(moved / "transformer", "diffusion_pytorch_model")
+    message = error_of(config_of(folder, f"model.path={moved}"), "auto")
+    assert "older checkpoint's fingerprint of files: with a copy of the very files" in message
 
 
 def test_another_seed_is_named(folder: Path) -> None:

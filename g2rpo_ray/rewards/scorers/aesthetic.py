@@ -47,7 +47,8 @@ def read_head(file: Path) -> list[tuple[Tensor, Tensor]]:
     """Weight and bias of every linear layer, in order, float32.
 
     Raises:
-        ScorerError: damaged, quantised, other tensors than linear layers, or they do not follow each other.
+        ScorerError: damaged, quantised, other tensors than linear layers, or they do not follow
+            each other.
     """
     state = load_state_dict(file)
     refuse_quantised(file, state)
