@@ -3,11 +3,12 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.normalization import AdaLayerNormContinuous
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import get_pattern_key
 from torch import Tensor
@@ -28,12 +29,14 @@ _HALF = re.compile(
 """Module, and which half it is, in the name of any program's tensor."""
 _CONVERTED = (
     (".lora_down.weight", ".lora_up.weight"), (_A, _B), (".down.weight", ".up.weight"),
+    (".lora.down.weight", ".lora.up.weight"),
 )  # fmt: skip
 """Both halves, as the converters of diffusers look for them."""
 _OF_ADAPTERS = re.compile(r"lora|lokr_|hada_|oft_|dora_scale")
 _TEXT_ENCODER = re.compile(r"(base_model\.model\.)?(lora_te|text_encoder)")
 _PREFIXES = re.compile(r"(base_model\.model\.)?(model\.)?(transformer\.|diffusion_model\.)?")
 """Before the names of the transformer's own modules: peft's, ComfyUI's, diffusers'."""
+_LAST_MODULATION = re.compile(r"final_layer[._]adaLN_modulation[._]1$")
 _OTHER_KINDS = {
     "lokr_": "LoKr", "hada_": "LoHa", "oft_": "OFT", "dora_scale": "DoRA",
     "lora_magnitude_vector": "DoRA", ".diff": "whole differences of weights beside LoRA",
@@ -202,7 +205,8 @@ def _renamed(
             for module, factors in pairs.items()
             for half, factor in zip((_A, _B), factors, strict=True)
         }
-    cause = ""
+    # Dividing joined layers keeps the sum of squares of every B; dropping one does not.
+    wanted, cause = _energy(up for _, up in pairs.values()), ""
     for form in _forms(pairs):
         try:
             converted = family.pipeline_class.lora_state_dict(form)
@@ -214,8 +218,9 @@ def _renamed(
         weights = {name.removeprefix("transformer."): t for name, t in converted.items()}
         modules = {name.removesuffix(_A).removesuffix(_B) for name in weights}
         whole = {module + half for module in modules for half in (_A, _B)} == set(weights)
-        if whole and modules <= known and math.isclose(_energy(form), _energy(weights)):
-            return weights
+        found = _energy(weights[name] for name in weights if name.endswith(_B))
+        if whole and modules <= known and math.isclose(found, wanted):
+            return weights | _swapped(transformer, pairs)
     unknown = sorted(module for module, name in own.items() if not name) or sorted(pairs)
     raise ModelFolderError(
         f"{file}: {len(unknown)} of {len(pairs)} adapted modules are not in this transformer, "
@@ -223,6 +228,15 @@ def _renamed(
         "does not place all of them exactly; it belongs to another model, or its naming scheme is "
         f"not known{cause}"
     )
+
+
+def _swapped(transformer: Any, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The last modulation: diffusers has scale and shift the other way round than the authors, and
+    its converter for FLUX.2 leaves that out."""
+    if not isinstance(getattr(transformer, "norm_out", None), AdaLayerNormContinuous):
+        return {}
+    ups = (up for module, (_, up) in pairs.items() if _LAST_MODULATION.search(module))
+    return {f"norm_out.linear{_B}": torch.cat(up.chunk(2)[::-1]) for up in ups}
 
 
 def _forms(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -237,10 +251,8 @@ def _forms(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[dict[str, Ten
             }
 
 
-def _energy(weights: Mapping[str, Tensor]) -> float:
-    """Sum of squares of every B: dividing joined layers keeps it, dropping one does not."""
-    ends = tuple(up for _, up in _CONVERTED)
-    return sum(t.double().square().sum().item() for n, t in weights.items() if n.endswith(ends))
+def _energy(tensors: Iterable[Tensor]) -> float:
+    return sum(tensor.double().square().sum().item() for tensor in tensors)
 
 
 def _scheme(pairs: Mapping[str, object]) -> str:

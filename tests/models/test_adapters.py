@@ -155,13 +155,20 @@ def test_the_names_of_the_models_authors_join_layers(
         "double_blocks.0.txt_mod.lin": [DOUBLE + "norm1_context.linear"],
         "single_blocks.1.linear2": [SINGLE + "proj_out"],
         "img_in": ["x_embedder"],
+        "final_layer.adaLN_modulation.1": ["norm_out.linear"],
     }
-    joined, factors, alphas = {}, {}, {}
+    joined: Factors = {}
+    factors: Factors = {}
+    alphas: dict[str, float] = {}
     for number, (theirs, ours) in enumerate(wanted.items()):
         apart = factors_of(transformer, dict.fromkeys(ours, 4))
         down = apart[ours[0]][0]
         joined[theirs] = (down, torch.cat([up for _, up in apart.values()]))
         factors |= {module: (down, up) for module, (_, up) in apart.items()}
+        if theirs.startswith("final_layer"):
+            # The authors have shift before scale, diffusers scale before shift.
+            shift, scale = apart[ours[0]][1].chunk(2)
+            factors[ours[0]] = (down, torch.cat([scale, shift]))
         alphas[theirs] = 3.0 + number
     flat = "lora_unet" in name
     by_name = {(m.replace(".", "_") if flat else m): pair for m, pair in joined.items()}
