@@ -35,10 +35,9 @@ class SampleOptions:
     seed: int = 0
     """Of the initial noise."""
     checkpoint: str = "last"
-    """``last``, ``best``, ``base``, the folder of a checkpoint, an exported adapter
-    (``pytorch_lora_weights.safetensors`` or its folder), or a transformer's weights in diffusers'
-    format, as ``g2rpo export`` writes them and G2RPO's were published (a folder with
-    ``diffusion_pytorch_model*.safetensors``, or one such file)."""
+    """``last``, ``best``, ``base``, the folder of a checkpoint, an adapter (see ``load_adapter``),
+    or a transformer's weights in diffusers' format, as ``g2rpo export`` writes them and G2RPO's
+    were published: a file, or the folder of either."""
     trained_steps: int | None = None
     """Hybrid inference (arXiv 2507.21802): the trained weights for so many steps, the base model's
     for the rest; None means trained weights for all."""

@@ -136,8 +136,8 @@ def _named_errors(folder: Path, model: str) -> Iterator[None]:
 def _tell_unread(folder: Path, read: set[str]) -> None:
     beside = sorted({file.name for file in folder.glob("*.safetensors")} - read)
     if beside:
-        logger.info(
-            "%s: weights are read from %s; %s beside it not (the setting model.variant chooses)",
+        logger.warning(
+            "%s: weights are read from %s, not from %s beside it (model.variant chooses)",
             folder, ", ".join(sorted(read)[:3]), ", ".join(beside[:3]),
         )  # fmt: skip
 

@@ -60,11 +60,14 @@ def refusals(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("second", ["_fp8", ".zero_ema", ".fp16", " (1)", "-00001-of-00002"])
 def test_the_plain_file_wins_over_what_lies_beside_it(
-    folder: Path, true_weights: dict[str, Tensor], second: str
+    folder: Path, true_weights: dict[str, Tensor], second: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_file(halved(true_weights), folder / "transformer" / f"{STEM}{second}.safetensors")
     for found in read_both_ways(folder):
         assert all(torch.equal(found[name], t) for name, t in true_weights.items())
+    check_model(tiny_config(folder / "run", f"model.path={folder}"))
+    (told,) = caplog.messages
+    assert f"read from {STEM}.safetensors, not from {STEM}{second}.safetensors beside it" in told
 
 
 def test_the_index_wins_over_shards_of_another_save(
