@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from g2rpo_ray.models.adapters import load_adapter
 from g2rpo_ray.models.families import FAMILIES, open_family
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.fp8 import Float8Twin
 from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.policy import load_policy
-from g2rpo_ray.models.saving import adapter_tensors, load_adapter, save_adapter
+from g2rpo_ray.models.saving import adapter_tensors, save_adapter
 from g2rpo_ray.models.weights import trainable_parameters
 from tests.models.families.folders import GUIDED, TINY, family_config, tiny_folder
 from tests.rollout.test_update import update
@@ -112,10 +113,10 @@ def test_an_adapter_of_another_family_is_refused(name: str, tmp_path: Path) -> N
     for other in TINY:
         foreign = load_policy(family_config(other))
         if foreign.family.pipeline == family.pipeline:
-            load_adapter(foreign.transformer, tmp_path)
+            load_adapter(foreign.transformer, tmp_path, foreign.family)
         else:
             with pytest.raises(ModelFolderError, match="it belongs to another model"):
-                load_adapter(foreign.transformer, tmp_path)
+                load_adapter(foreign.transformer, tmp_path, foreign.family)
 
 
 @pytest.mark.parametrize("name", TINY)
