@@ -222,7 +222,7 @@ def _cells(lines: Iterable[str], delimiter: str) -> list[str]:
         return []
 
 
-def _reader(lines: Iterable[str], delimiter: str, quoting: int = csv.QUOTE_MINIMAL) -> Any:
+def _reader(lines: Iterable[str], delimiter: str, quoting: Any = csv.QUOTE_MINIMAL) -> Any:
     return csv.reader(
         lines, delimiter=delimiter, quoting=quoting, skipinitialspace=True, strict=True
     )

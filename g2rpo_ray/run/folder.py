@@ -22,7 +22,7 @@ from g2rpo_ray.config import Config, load_config, save_config
 from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.models.fingerprint import base_fingerprint
-from g2rpo_ray.run.paths import RunFolderError, run_folder
+from g2rpo_ray.run.paths import RESOLVED, SETTINGS, VERSIONS, RunFolderError, run_folder
 from g2rpo_ray.run.scores import is_stalled
 from g2rpo_ray.run.versions import versions
 from g2rpo_ray.run.weights import read_fitting_info, trained_kind
@@ -50,6 +50,13 @@ class Run:
     """State at the start."""
     first_record: int | None
     """First iteration that this life of the run records; None in a new folder."""
+
+    def where_it_starts(self) -> str:
+        """In words, for who asked for ``--resume auto``."""
+        if self.checkpoint is not None:
+            return f"goes on after iteration {self.info.iteration}, from {self.checkpoint}"
+        recorded = "" if self.first_record is None else ", and makes anew what it has recorded"
+        return f"found no checkpoint and no snapshot in {self.folder}: starts anew{recorded}"
 
 
 def open_run(config: Config, resume: str) -> Run:
@@ -82,8 +89,8 @@ def open_run(config: Config, resume: str) -> Run:
     with _named_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
-        replace_text(folder / "versions.json", json.dumps(versions(), indent=1))
-        save_config(config, folder / "config.yaml")
+        replace_text(folder / VERSIONS, json.dumps(versions(), indent=1))
+        save_config(config, folder / SETTINGS)
     return Run(folder, checkpoint, info, first_record)
 
 
@@ -111,13 +118,13 @@ def write_resolved(config: Config) -> Path:
     folder = run_folder(config)
     with _named_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder / "resolved.yaml")
-    return folder / "resolved.yaml"
+        save_config(config, folder / RESOLVED)
+    return folder / RESOLVED
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:
     """Settings that differ from those the folder's run was started with, as ``key: old -> new``."""
-    saved = folder / "config.yaml"
+    saved = folder / SETTINGS
     if not saved.exists():
         return []
     old, new = (_flat(c.model_dump(mode="json")) for c in (load_config(saved), config))

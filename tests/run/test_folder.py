@@ -167,11 +167,14 @@ def test_a_dry_run_does_not_count_as_a_run(folder: Path) -> None:
 def test_auto_starts_anew_in_an_empty_folder(folder: Path) -> None:
     run = open_run(config_of(folder), "auto")
     assert (run.checkpoint, run.info.iteration, run.first_record) == (None, 0, None)
+    told = f"found no checkpoint and no snapshot in {folder}: starts anew"
+    assert run.where_it_starts() == told
 
 
 def test_auto_before_the_first_checkpoint_drops_what_was_recorded(folder: Path) -> None:
     run = open_run(start(folder), "auto")
     assert (run.checkpoint, run.info.iteration, run.first_record) == (None, 0, 0)
+    assert run.where_it_starts().endswith("starts anew, and makes anew what it has recorded")
 
 
 def test_auto_takes_the_last_checkpoint(folder: Path) -> None:
@@ -181,6 +184,7 @@ def test_auto_takes_the_last_checkpoint(folder: Path) -> None:
     run = open_run(config, "auto")
     assert (run.checkpoint, run.info.iteration, run.first_record) == (last, 4, 5)
     assert run.info.updates == 12
+    assert run.where_it_starts() == f"goes on after iteration 4, from {last}"
 
 
 def test_a_path_takes_that_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
