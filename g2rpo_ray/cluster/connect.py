@@ -21,6 +21,7 @@ from g2rpo_ray.cluster.private import (
     check_shared_memory,
     ensure_token,
     ray_folder,
+    shorten_tmpdir,
 )
 from g2rpo_ray.common.device import HIDE_CARDS
 from g2rpo_ray.common.secrets import looks_secret
@@ -86,8 +87,9 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
 def _prepare_machine() -> str | None:
     """The folder for a private Ray, where it is not the one that Ray would take by itself."""
     folder, reason = ray_folder()
-    if reason:
-        print(f"Ray's folder is {folder}. {reason}", file=sys.stderr, flush=True)
+    told = [f"Ray's folder is {folder}. {reason}" if reason else "", shorten_tmpdir(folder)]
+    for line in filter(None, told):
+        print(line, file=sys.stderr, flush=True)
     check_shared_memory()
     ensure_token()
     # Ray refuses to be given one inside a virtual environment, though it would take it.

@@ -15,6 +15,8 @@ SOCKET_BYTES = 107
 """The longest path of a socket that Linux takes."""
 LONGEST_SOCKET = "session_2026-11-29_00-57-44_208416_4194304/sockets/plasma_store"
 """What Ray adds to its folder: the time, a process id (the largest there is), a name."""
+PYTHON_SOCKET = "pymp-01234567/listener-01234567"
+"""What Python's multiprocessing, and with it Ray's dashboard, adds to TMPDIR."""
 SHORT_FOLDERS = (Path("/tmp/ray"), Path(f"/tmp/ray-{os.getuid()}"))
 """Ray's own default, and one of this user, who may not be allowed to write another's."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -38,7 +40,7 @@ def ray_folder() -> tuple[Path, str]:
     folders = [Path(os.environ[given]).expanduser().absolute() / "ray"] if given else []
     if given != "RAY_TMPDIR":
         folders += [folder for folder in SHORT_FOLDERS if folder not in folders]
-    reasons = []
+    reasons: list[str] = []
     for number, folder in enumerate(folders):
         if not (reason := _unusable(folder)):
             return folder, "; ".join(reasons)
@@ -48,6 +50,22 @@ def ray_folder() -> tuple[Path, str]:
     raise PrivateRayError(
         f"Ray has no folder for its sockets and logs: {'; '.join(reasons)}",
         f"set RAY_TMPDIR to a folder of at most {longest} bytes that you may write",
+    )
+
+
+def shorten_tmpdir(folder: Path) -> str:
+    """Give the processes of a private Ray its folder as TMPDIR, where that is too long for any.
+
+    Returns:
+        What to tell of it; empty where TMPDIR stays as it is.
+    """
+    size = len(os.fsencode(f"{os.environ.get('TMPDIR', '')}/{PYTHON_SOCKET}"))
+    if size <= SOCKET_BYTES:
+        return ""
+    os.environ["TMPDIR"] = str(folder)
+    return (
+        f"TMPDIR is {folder} for this command and its roles: sockets' paths in the one that was "
+        f"given would have {size} bytes, the limit is {SOCKET_BYTES}"
     )
 
 

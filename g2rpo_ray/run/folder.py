@@ -1,7 +1,8 @@
 """The run folder: opening it, its lock, and where a run goes on in it.
 
-``<run_dir>/``: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl``, ``log.jsonl``,
-``tensorboard/``, ``checkpoints/``, ``pictures/heldout/``, ``summary.json``, ``report.html``.
+``<run_dir>/``: ``config.yaml`` (resolved; those of each life in ``settings/``), ``versions.json``,
+``metrics.jsonl``, ``log.jsonl``, ``tensorboard/``, ``checkpoints/``, ``pictures/heldout/``,
+``summary.json``, ``report.html``.
 """
 
 import fcntl
@@ -33,6 +34,8 @@ _MOVES_PROMPTS = dict.fromkeys(
     " (an iteration has other prompts now: some already seen come again, others never come)",
 )
 """What to say of settings that the place in the prompt order hangs on."""
+LIVES = "settings"
+"""Folder of the settings of each life of the run, by the iteration that it went on after."""
 _LOCKS: dict[Path, TextIO] = {}
 """Run folders that are this process's, with the open files that say so."""
 LOCK_WAIT_S, LOCK_POLL_S = 120.0, 2.0
@@ -89,22 +92,30 @@ def open_run(config: Config, resume: str) -> Run:
     with _named_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
-        replace_text(folder / VERSIONS, json.dumps(versions(), indent=1))
-        save_config(config, folder / SETTINGS)
+        if not has_run:
+            _write_settings(config, folder, info.iteration)
     return Run(folder, checkpoint, info, first_record)
 
 
-def give_up_later(run: Run) -> None:
-    """Delete the states and pictures of the iterations that this life of the run makes again.
+def begin_life(run: Run, config: Config) -> None:
+    """All roles have started: the run goes on with these settings, from where it was resumed.
 
-    Kept, the next ``--resume auto`` would go on from the history that this resume gave up. The
-    summary goes, too, until this life has ended: the report would show the earlier life's as its.
+    Not before: a resume that failed must not leave its settings to the next one. The states and
+    pictures of the iterations that this life makes again are deleted: kept, the next ``--resume
+    auto`` would go on from the history that this resume gave up. The summary goes, too, until this
+    life has ended: the report would show the earlier life's as its.
 
     Raises:
         CheckpointError: a state cannot be deleted.
+        RunFolderError: the settings cannot be written.
     """
     if run.first_record is None:
         return
+    with _named_errors(run.folder):
+        for earlier in (run.folder / LIVES).glob("after_iteration_*.yaml"):
+            if int(earlier.stem.rpartition("_")[2]) > run.info.iteration:
+                earlier.unlink()
+        _write_settings(config, run.folder, run.info.iteration)
     delete_states_from(run.folder, run.first_record)
     (run.folder / "summary.json").unlink(missing_ok=True)
     for pictures in run.folder.glob("pictures/heldout/iteration_*.json"):
@@ -123,7 +134,7 @@ def write_resolved(config: Config) -> Path:
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:
-    """Settings that differ from those the folder's run was started with, as ``key: old -> new``."""
+    """Settings that differ from those of the run's last life, as ``key: old -> new``."""
     saved = folder / SETTINGS
     if not saved.exists():
         return []
@@ -134,6 +145,14 @@ def changed_settings(folder: Path, config: Config) -> list[str]:
         for k in keys
         if old.get(k) != new.get(k)
     ]
+
+
+def _write_settings(config: Config, folder: Path, iteration: int) -> None:
+    """Of the life that goes on after ``iteration``; those of the lives before stay beside them."""
+    replace_text(folder / VERSIONS, json.dumps(versions(), indent=1))
+    (folder / LIVES).mkdir(exist_ok=True)
+    save_config(config, folder / LIVES / f"after_iteration_{iteration:06d}.yaml")
+    save_config(config, folder / SETTINGS)
 
 
 def _checkpoint_of(folder: Path, resume: str) -> Path | None:

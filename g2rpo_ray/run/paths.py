@@ -32,4 +32,7 @@ def with_folder(config: Config, settings: Path, overrides: Sequence[str] = ()) -
     is_own = settings.name in (SETTINGS, RESOLVED) and (folder / VERSIONS).is_file()
     if not is_own or any(override.startswith("run_dir=") for override in overrides):
         folder = run_folder(config)
+    if ".." in folder.parts:
+        # What it goes up from need not stay there.
+        folder = folder.resolve()
     return config.model_copy(update={"run_dir": str(folder)})

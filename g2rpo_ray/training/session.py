@@ -9,7 +9,7 @@ from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.prompts.dataset import check_apart, evenly, read_config_prompts
-from g2rpo_ray.run.folder import Run, changed_settings, give_up_later, open_run
+from g2rpo_ray.run.folder import Run, begin_life, changed_settings, open_run
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.tracking.memory import PeakMemory
 from g2rpo_ray.tracking.metrics import MetricsLog
@@ -63,7 +63,7 @@ class Session:
         """From the moment when all roles have started: this life's numbers go on from here."""
         with self.log, self.progress:
             self._starting = False
-            give_up_later(self.run)
+            begin_life(self.run, self.config)
             yield
 
 

@@ -77,6 +77,24 @@ def test_the_longest_path_that_is_allowed_has_room_for_every_socket(
         ray_folder()
 
 
+def test_rays_processes_get_a_tmpdir_that_has_room_for_their_sockets(
+    short: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("check_shared_memory", "ensure_token"):
+        monkeypatch.setattr(connect, name, lambda: None)
+    longest = f"{short}/".ljust(107 - len("/pymp-01234567/listener-01234567"), "x")
+    monkeypatch.setenv("TMPDIR", longest)
+    assert connect._prepare_machine() == str(short / "ray")
+    assert os.environ["TMPDIR"] == longest
+    assert "Ray's folder is" in capsys.readouterr().err
+    for variable, ray_at in (("TMPDIR", "ray"), ("RAY_TMPDIR", "mine/ray")):
+        monkeypatch.setenv(variable, str(short / "mine"))
+        monkeypatch.setenv("TMPDIR", longest + "x")
+        assert connect._prepare_machine() == str(short / ray_at)
+        assert os.environ["TMPDIR"] == str(short / ray_at)
+        assert "would have 108 bytes, the limit is 107" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_rays_own_sockets_are_no_longer_than_that() -> None:
     node: Any = ray._private.worker.global_worker.node
