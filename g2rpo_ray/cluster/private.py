@@ -54,7 +54,7 @@ def ray_folder() -> tuple[Path, str]:
 
 
 def shorten_tmpdir(folder: Path) -> str:
-    """Give the processes of a private Ray its folder as TMPDIR, where that is too long for any.
+    """Give the processes of a private Ray a TMPDIR beside its folder, where theirs is too long.
 
     Returns:
         What to tell of it; empty where TMPDIR stays as it is.
@@ -62,9 +62,9 @@ def shorten_tmpdir(folder: Path) -> str:
     size = len(os.fsencode(f"{os.environ.get('TMPDIR', '')}/{PYTHON_SOCKET}"))
     if size <= SOCKET_BYTES:
         return ""
-    os.environ["TMPDIR"] = str(folder)
+    os.environ["TMPDIR"] = str(folder.parent)
     return (
-        f"TMPDIR is {folder} for this command and its roles: sockets' paths in the one that was "
+        f"TMPDIR is {folder.parent} for this command and its roles: sockets' paths in the one that was "
         f"given would have {size} bytes, the limit is {SOCKET_BYTES}"
     )
 
