@@ -64,8 +64,8 @@ def shorten_tmpdir(folder: Path) -> str:
         return ""
     os.environ["TMPDIR"] = str(folder.parent)
     return (
-        f"TMPDIR is {folder.parent} for this command and its roles: sockets' paths in the one that was "
-        f"given would have {size} bytes, the limit is {SOCKET_BYTES}"
+        f"TMPDIR is {folder.parent} for this command and its roles: sockets' paths in the one that "
+        f"was given would have {size} bytes, the limit is {SOCKET_BYTES}"
     )
 
 

@@ -5,12 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from g2rpo_ray.common.files import read_json_object
-from g2rpo_ray.prompts.formats import (
-    JSON_SUFFIXES,
-    TABLE_SUFFIXES,
-    PromptFileError,
-    file_prompts,
-)
+from g2rpo_ray.prompts.formats import JSON_SUFFIXES, TABLE_SUFFIXES, PromptFileError, file_prompts
 
 MANIFEST = "manifest.json"
 """What a folder of embeddings is known by."""

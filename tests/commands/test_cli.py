@@ -140,11 +140,7 @@ def test_a_folder_that_was_moved_is_the_run_and_not_what_lies_at_its_old_place(
     ],
 )
 def test_a_runs_own_settings_mean_the_folder_where_they_lie(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    given: str,
-    overrides: list[str],
-    expected: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, overrides: list[str], expected: str
 ) -> None:
     began = load_config(QUICKSTART, ["run_dir=runs/began"])
     monkeypatch.chdir(tmp_path)
