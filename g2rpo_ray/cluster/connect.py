@@ -3,16 +3,26 @@
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import ray
+from ray._common.utils import get_default_ray_temp_dir
 from ray.job_config import JobConfig
 
 from g2rpo_ray.cluster.demand import ClusterError
 from g2rpo_ray.cluster.placement import POLL_S
+from g2rpo_ray.cluster.private import (
+    PrivateRayError,
+    check_shared_memory,
+    ensure_token,
+    ray_folder,
+    shorten_tmpdir,
+)
 from g2rpo_ray.common.device import HIDE_CARDS
 from g2rpo_ray.common.secrets import looks_secret
 from g2rpo_ray.config.operation import ClusterSection
@@ -23,6 +33,8 @@ WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} 
 
 HEAD_TRIES, HEAD_TRY_S = 10, 3.0
 """A head that is just starting gets this many tries."""
+REFUSALS = (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError)
+"""What Ray raises where it cannot join a cluster."""
 
 
 @contextmanager
@@ -30,10 +42,13 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
     """Connect to Ray, or start it on this machine; yields whether it is ours alone.
 
     Raises:
+        PrivateRayError: it cannot start on this machine.
         ClusterError: there is no cluster at the address, or it does not let us in.
     """
     address = settings.address or os.environ.get("RAY_ADDRESS") or "local"
+    private = address == "local"
     _check_head(address)
+    folder = _prepare_machine() if private else None
     # A job's runtime_env may set the same variables; Ray refuses that unless ours may replace them.
     os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     # Of the roles, but not of this process, whose output is for people: so not by logging_config.
@@ -42,21 +57,43 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
     try:
         ray.init(
             address=address,
-            include_dashboard=settings.dashboard if address == "local" else None,
+            include_dashboard=settings.dashboard if private else None,
             runtime_env={"env_vars": worker_environment(settings.environment)},
             job_config=json_logs,
             logging_level=logging.WARNING,
             # Every role's output is in its own log file; what matters comes back as an answer.
             log_to_driver=False,
+            _temp_dir=folder,
         )
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:
+        # Of any class: Ray raises a bare Exception, too.
+        if private:
+            logs = Path(folder or get_default_ray_temp_dir()) / "session_latest" / "logs"
+            raise PrivateRayError(
+                f"Ray did not start on this machine: {error}",
+                f"its logs are in {logs}; 'df' says whether /dev/shm or that disk is full",
+            ) from error
+        if not isinstance(error, REFUSALS):
+            raise
         raise ClusterError(
             f"no Ray cluster at {address!r} (cluster.address or RAY_ADDRESS): {error}"
         ) from error
     try:
-        yield address == "local"
+        yield private
     finally:
         ray.shutdown()
+
+
+def _prepare_machine() -> str | None:
+    """The folder for a private Ray, where it is not the one that Ray would take by itself."""
+    folder, reason = ray_folder()
+    told = [f"Ray's folder is {folder}. {reason}" if reason else "", shorten_tmpdir(folder)]
+    for line in filter(None, told):
+        print(line, file=sys.stderr, flush=True)
+    check_shared_memory()
+    ensure_token()
+    # Ray refuses to be given one inside a virtual environment, though it would take it.
+    return None if str(folder) == get_default_ray_temp_dir() else str(folder)
 
 
 def _check_head(address: str) -> None:

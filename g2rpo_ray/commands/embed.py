@@ -12,7 +12,7 @@ HELP = "encode prompts once, for any number of runs"
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser, "its model and prompts sections")
     parser.add_argument(
-        "source", metavar="SOURCE", help="text, .jsonl, .parquet, or a dataset's folder"
+        "source", metavar="SOURCE", help="prompts in any form that prompts.train takes"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write, or to go on in")
     parser.add_argument("--dedup", action="store_true", help="leave out doubles")

@@ -7,7 +7,7 @@ code or None. All modules are imported whenever ``g2rpo`` starts: heavy imports 
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -46,21 +46,24 @@ def add_run(parser: argparse.ArgumentParser, names: str, others: str) -> None:
 
 def read_config(options: argparse.Namespace) -> "Config":
     """The configuration of ``add_config`` with its overrides."""
-    from g2rpo_ray.config import load_config
-
-    return load_config(options.config, options.overrides)
+    return _load(options.config, options.overrides)
 
 
 def read_run_config(options: argparse.Namespace) -> "Config":
     """Of a run's folder, or of a configuration file where there is no run yet."""
-    from g2rpo_ray.config import load_config
-
     path: Path = options.run_dir
     if path.is_file():
-        return load_config(path, options.overrides)
-    config = load_config(path / "config.yaml", options.overrides)
+        return _load(path, options.overrides)
+    config = _load(path / "config.yaml", options.overrides)
     # Not the folder that it was trained in: it may have been copied or renamed since.
     return config.model_copy(update={"run_dir": str(path.absolute())})
+
+
+def _load(path: Path, overrides: Sequence[str]) -> "Config":
+    from g2rpo_ray.config import load_config
+    from g2rpo_ray.run.paths import with_folder
+
+    return with_folder(load_config(path, overrides), path, overrides)
 
 
 def write_json(path: Path | None, content: object) -> None:

@@ -1,6 +1,6 @@
 """The policy, and the texts that it is trained on."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -56,12 +56,13 @@ class PromptsSection(Section):
     """Texts to train on and to judge by."""
 
     train: str
-    """UTF-8 text file with a prompt a line, ``.jsonl``, ``.parquet``, the folder of a Hugging Face
-    dataset, or what ``g2rpo embed`` wrote. ``tiny_world:prompts/train.txt`` is in this package."""
+    """UTF-8 text with a prompt a line, JSON, a table, parquet, a folder of a Hugging Face dataset,
+    or what ``g2rpo embed`` wrote. ``tiny_world:prompts/train.txt`` is in this package."""
     heldout: str
     """Prompts for evaluation only, same formats."""
-    key: str = "prompt"
-    """Key or column with the text, in formats that have one."""
+    key: str | Annotated[int, Field(ge=1)] = "prompt"
+    """Key or column with the text, in formats that have one; a number is a column, from 1, of a
+    table whose rows have no names."""
     encoder_gpus: Gpus = 0.0
     """GPUs (or a fraction) for encoding prompts on the fly; 0 encodes on the CPU. Prompts that were
     embedded before need no encoder."""

@@ -6,6 +6,7 @@ import ray
 
 from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import ClusterError, living_nodes
+from g2rpo_ray.cluster.private import PrivateRayError, ray_folder
 from g2rpo_ray.config import Config
 from g2rpo_ray.config.operation import ClusterSection
 from g2rpo_ray.doctor.checks.clock import check_clock
@@ -18,7 +19,7 @@ from g2rpo_ray.doctor.checks.secrets import check_authentication, check_secrets
 from g2rpo_ray.doctor.checks.services import check_services
 from g2rpo_ray.doctor.checks.storage import check_storage
 from g2rpo_ray.doctor.checks.versions import check_versions
-from g2rpo_ray.doctor.findings import Finding, fail, ok
+from g2rpo_ray.doctor.findings import Finding, fail, ok, warn_if
 from g2rpo_ray.doctor.probe import ask, name_of, node_facts, start_probe
 
 
@@ -33,6 +34,8 @@ def examine(config: Config | None) -> list[Finding]:
     try:
         with ray_cluster(cluster) as private:
             findings += _examine_cluster(config, cluster, private)
+    except PrivateRayError as error:
+        findings.append(fail("cluster", error.what, error.remedy))
     except ClusterError as error:
         remedy = "start the head ('ray start --head'), correct RAY_ADDRESS, or show it the token"
         findings.append(fail("cluster", str(error), remedy))
@@ -47,6 +50,10 @@ def _examine_cluster(
         ok("cluster", f"{'a private Ray' if private else 'Ray'} with {len(nodes)} nodes"),
         check_authentication(private),
     ]
+    if private:
+        folder, reason = ray_folder()
+        what, remedy = f"{folder}. {reason}", "set RAY_TMPDIR if its sessions shall lie elsewhere"
+        findings.append(warn_if(bool(reason), "ray folder", what.rstrip(". "), remedy))
     if config:
         findings += check_room(config, list(nodes.values()))
     probes = {name: start_probe(node) for name, node in nodes.items()}

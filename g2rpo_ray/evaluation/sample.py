@@ -1,5 +1,6 @@
 """Drawing pictures with trained or published weights, in this process, without Ray."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,12 +55,15 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
         Paths, ``<prompt number>_<picture number>.png``, in the order of prompts.
 
     Raises:
-        SampleError: ``trained_steps`` is not among the steps, ``folder`` cannot be written, or
-            latents are not finite.
+        SampleError: a prompt is a file's name, ``trained_steps`` is not among the steps,
+            ``folder`` cannot be written, or latents are not finite.
         DeviceError: a card is asked for, and there is none.
         ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
             be used.
     """
+    for prompt in options.prompts:
+        if os.path.isfile(prompt):  # noqa: PTH113 - Path.is_file raises where a text is long
+            raise SampleError(f"--prompt {prompt}: it takes the text itself, and this is a file")
     switch = _switch(config, options)
     check_model(config)
     _make_writable(folder)

@@ -11,7 +11,8 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.maths.noise import seed_of
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.prompts.embeddings import Embeddings
-from g2rpo_ray.prompts.reading import MANIFEST, PromptFileError, read_prompts
+from g2rpo_ray.prompts.formats import PromptFileError
+from g2rpo_ray.prompts.reading import MANIFEST, read_prompts
 
 T = TypeVar("T")
 

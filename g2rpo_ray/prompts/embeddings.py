@@ -27,7 +27,8 @@ from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.families import negative_prompt, open_family
 from g2rpo_ray.models.fingerprint import encoder_part_fingerprint, folder_fingerprint
-from g2rpo_ray.prompts.reading import MANIFEST, PROMPTS_FILE, PromptFileError
+from g2rpo_ray.prompts.formats import PromptFileError
+from g2rpo_ray.prompts.reading import MANIFEST, PROMPTS_FILE
 
 FORMAT = "g2rpo embeddings 1"
 NEGATIVE_FILE = "negative.safetensors"

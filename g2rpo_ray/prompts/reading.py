@@ -1,15 +1,11 @@
-"""Reading prompts: text, JSON lines, parquet, folders of Hugging Face datasets, embeddings."""
+"""Reading prompts: of a file, of a folder of a Hugging Face dataset, of one of embeddings."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.files import read_json_object
+from g2rpo_ray.prompts.formats import JSON_SUFFIXES, TABLE_SUFFIXES, PromptFileError, file_prompts
 
 MANIFEST = "manifest.json"
 """What a folder of embeddings is known by."""
@@ -21,30 +17,31 @@ SPLITS = (
     | dict.fromkeys(("test", "testing", "eval", "evaluation"), "test")
 )
 """Word in the name of a file or folder -> the split it means, as the hub reads them."""
+KINDS = ((".parquet",), JSON_SUFFIXES, TABLE_SUFFIXES, (".txt",))
+"""Data files of a folder: those of the first kind that it has."""
+NO_DATA = ("dataset_info", "dataset_infos", "config", "readme", "license", "requirements")
+"""Files of these names lie beside them."""
 
 
-class PromptFileError(InputError):
-    """A prompt file cannot be used; the message names file, line or row, key and cause."""
-
-
-def read_prompts(path: Path, max_characters: int | None, key: str = "prompt") -> list[str]:
+def read_prompts(path: Path, max_characters: int | None, key: str | int = "prompt") -> list[str]:
     """Read prompts of any script from a file or folder.
 
-    ``.jsonl`` has an object a line and ``.parquet`` a column ``key``; any other file is UTF-8 text,
-    a prompt a line. A folder is a Hugging Face dataset (``save_to_disk``, or parquet or JSON lines
-    as on the hub), or what ``g2rpo embed`` wrote.
+    A file is read as what it holds, whatever its name: JSON (lines, a list of texts or of objects,
+    an object with lists), a table with commas, semicolons or tabs, parquet, Arrow; else UTF-8 text,
+    a prompt a line. A folder is a Hugging Face dataset (``save_to_disk``, or data files as on the
+    hub), or what ``g2rpo embed`` wrote.
 
     Args:
         max_characters: a longer prompt is refused; None: any length.
-        key: key or column of the text.
+        key: key or column of the text; a number is a column, from 1, of a table without names.
 
     Returns:
         Prompts without surrounding white space, in the order of the file; a prompt's id is its
         place in this list. Empty lines of a text file are passed over.
 
     Raises:
-        PromptFileError: the file is missing, damaged or holds no prompt; a prompt is empty, not
-            UTF-8, no text, too long, or has a NUL character.
+        PromptFileError: the file is missing, damaged, not understood or holds no prompt; a prompt
+            is empty, not UTF-8, no text, too long, or has a NUL character.
     """
     if (path / MANIFEST).is_file():
         # Their lengths were judged when they were embedded.
@@ -69,83 +66,10 @@ def read_prompts(path: Path, max_characters: int | None, key: str = "prompt") ->
     return prompts
 
 
-def _entries(path: Path, key: str) -> Iterator[tuple[str, str]]:
+def _entries(path: Path, key: str | int) -> Iterator[tuple[str, str]]:
     """(place in words, text) of every prompt."""
-    if path.is_dir():
-        for file in _dataset_files(path):
-            yield from _rows(file, key) if file.suffix == ".arrow" else _entries(file, key)
-    elif path.suffix == ".jsonl":
-        yield from _json_lines(path, key)
-    elif path.suffix == ".parquet":
-        yield from _rows(path, key)
-    else:
-        yield from _lines(path)
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not empty."""
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        place = f"{path}, line {number}"
-        try:
-            if text := line.decode("utf-8").strip().removeprefix("\ufeff"):
-                yield place, text
-        except UnicodeDecodeError as error:
-            raise PromptFileError(
-                f"{place}: not UTF-8 ({error.reason} at byte {error.start}); convert the file to "
-                "UTF-8"
-            ) from None
-
-
-def _json_lines(path: Path, key: str) -> Iterator[tuple[str, str]]:
-    for place, line in _lines(path):
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise PromptFileError(f"{place}: not JSON: {error}") from None
-        if not isinstance(entry, dict):
-            raise PromptFileError(f"{place}: expected an object with the key {key!r}")
-        if key not in entry:
-            raise PromptFileError(
-                f"{place}: no key {key!r}; it has {', '.join(map(str, entry)) or 'none'} "
-                "(prompts.key names the one with the text)"
-            )
-        yield place, _text(entry[key], f"{place}, key {key!r}")
-
-
-def _rows(path: Path, key: str) -> Iterator[tuple[str, str]]:
-    """Of a parquet file's column (a file may hold pictures, too), or of an Arrow stream's."""
-    try:
-        if path.suffix == ".parquet":
-            with pq.ParquetFile(path) as file:
-                names, table = file.schema_arrow.names, file.read(columns=[key])
-        else:
-            with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
-                names, table = stream.schema.names, stream.read_all()
-    except pa.ArrowInvalid as error:
-        kind = "parquet file" if path.suffix == ".parquet" else "Arrow stream"
-        raise PromptFileError(f"{path}: damaged or no {kind}: {error}") from error
-    if key not in names:
-        raise PromptFileError(
-            f"{path}: no column {key!r}; it has {', '.join(names)} (prompts.key names the one with "
-            "the text)"
-        )
-    for number, value in enumerate(table.column(key), start=1):
-        place = f"{path}, row {number}"
-        yield place, _text(value.as_py(), f"{place}, column {key!r}")
-
-
-def _text(value: object, place: str) -> str:
-    if not isinstance(value, str):
-        raise PromptFileError(f"{place}: expected a text, found {value!r:.60}")
-    text = value.strip()
-    if not text:
-        raise PromptFileError(f"{place}: the prompt is empty")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        # JSON can spell half of a surrogate pair; no tokenizer and no file takes it.
-        raise PromptFileError(f"{place}: no Unicode text: {error.reason}, {value!r:.60}") from None
-    return text
+    for file in _dataset_files(path) if path.is_dir() else [path]:
+        yield from file_prompts(file, key)
 
 
 def _dataset_files(folder: Path) -> list[Path]:
@@ -160,9 +84,13 @@ def _dataset_files(folder: Path) -> list[Path]:
     state = folder / "state.json"
     if state.is_file():
         return _named_files(state)
-    parquet, lines = (sorted(folder.rglob(f"*.{suffix}")) for suffix in ("parquet", "jsonl"))
+    names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    names = [name for name in names if name.stem.lower() not in NO_DATA]
+    of_kinds = [[name for name in names if name.suffix.lower() in kind] for kind in KINDS]
+    chosen = next(filter(None, of_kinds), [])
     first_of: dict[str, Path] = {}
-    for file in (path.relative_to(folder) for path in parquet + lines):
+    for file in [name for kind in of_kinds[:-1] for name in kind] or chosen:
         if (split := _split_of(file)) is not None:
             first_of.setdefault(split, file)
     if len(first_of) > 1:
@@ -170,11 +98,12 @@ def _dataset_files(folder: Path) -> list[Path]:
         raise PromptFileError(
             f"{folder}: files of the splits {found}; name one file, or a folder with one split"
         )
-    if parquet or lines:
-        return parquet or lines
+    if chosen:
+        return [folder / name for name in chosen]
+    suffixes = ", ".join(suffix for kind in KINDS for suffix in kind)
     raise PromptFileError(
-        f"{folder}: cannot be read as prompts: no state.json (datasets' save_to_disk), no .parquet "
-        f"or .jsonl file, and no {MANIFEST} (g2rpo embed)"
+        f"{folder}: cannot be read as prompts: no state.json (datasets' save_to_disk), no file "
+        f"that ends in {suffixes}, and no {MANIFEST} (g2rpo embed)"
     )
 
 

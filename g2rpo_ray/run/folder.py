@@ -1,7 +1,8 @@
 """The run folder: opening it, its lock, and where a run goes on in it.
 
-``<run_dir>/``: ``config.yaml`` (resolved), ``versions.json``, ``metrics.jsonl``, ``log.jsonl``,
-``tensorboard/``, ``checkpoints/``, ``pictures/heldout/``, ``summary.json``, ``report.html``.
+``<run_dir>/``: ``config.yaml`` (resolved; those of each life in ``settings/``), ``versions.json``,
+``metrics.jsonl``, ``log.jsonl``, ``tensorboard/``, ``checkpoints/``, ``pictures/heldout/``,
+``summary.json``, ``report.html``.
 """
 
 import fcntl
@@ -22,7 +23,7 @@ from g2rpo_ray.config import Config, load_config, save_config
 from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.models.fingerprint import base_fingerprint
-from g2rpo_ray.run.paths import RunFolderError, run_folder
+from g2rpo_ray.run.paths import RESOLVED, SETTINGS, VERSIONS, RunFolderError, run_folder
 from g2rpo_ray.run.scores import is_stalled
 from g2rpo_ray.run.versions import versions
 from g2rpo_ray.run.weights import read_fitting_info, trained_kind
@@ -33,6 +34,8 @@ _MOVES_PROMPTS = dict.fromkeys(
     " (an iteration has other prompts now: some already seen come again, others never come)",
 )
 """What to say of settings that the place in the prompt order hangs on."""
+LIVES = "settings"
+"""Folder of the settings of each life of the run, by the iteration that it went on after."""
 _LOCKS: dict[Path, TextIO] = {}
 """Run folders that are this process's, with the open files that say so."""
 LOCK_WAIT_S, LOCK_POLL_S = 120.0, 2.0
@@ -50,6 +53,13 @@ class Run:
     """State at the start."""
     first_record: int | None
     """First iteration that this life of the run records; None in a new folder."""
+
+    def where_it_starts(self) -> str:
+        """In words, for who asked for ``--resume auto``."""
+        if self.checkpoint is not None:
+            return f"goes on after iteration {self.info.iteration}, from {self.checkpoint}"
+        recorded = "" if self.first_record is None else ", and makes anew what it has recorded"
+        return f"found no checkpoint and no snapshot in {self.folder}: starts anew{recorded}"
 
 
 def open_run(config: Config, resume: str) -> Run:
@@ -82,22 +92,30 @@ def open_run(config: Config, resume: str) -> Run:
     with _named_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
-        replace_text(folder / "versions.json", json.dumps(versions(), indent=1))
-        save_config(config, folder / "config.yaml")
+        if not has_run:
+            _write_settings(config, folder, info.iteration)
     return Run(folder, checkpoint, info, first_record)
 
 
-def give_up_later(run: Run) -> None:
-    """Delete the states and pictures of the iterations that this life of the run makes again.
+def begin_life(run: Run, config: Config) -> None:
+    """All roles have started: the run goes on with these settings, from where it was resumed.
 
-    Kept, the next ``--resume auto`` would go on from the history that this resume gave up. The
-    summary goes, too, until this life has ended: the report would show the earlier life's as its.
+    Not before: a resume that failed must not leave its settings to the next one. The states and
+    pictures of the iterations that this life makes again are deleted: kept, the next ``--resume
+    auto`` would go on from the history that this resume gave up. The summary goes, too, until this
+    life has ended: the report would show the earlier life's as its.
 
     Raises:
         CheckpointError: a state cannot be deleted.
+        RunFolderError: the settings cannot be written.
     """
     if run.first_record is None:
         return
+    with _named_errors(run.folder):
+        for earlier in (run.folder / LIVES).glob("after_iteration_*.yaml"):
+            if int(earlier.stem.rpartition("_")[2]) > run.info.iteration:
+                earlier.unlink()
+        _write_settings(config, run.folder, run.info.iteration)
     delete_states_from(run.folder, run.first_record)
     (run.folder / "summary.json").unlink(missing_ok=True)
     for pictures in run.folder.glob("pictures/heldout/iteration_*.json"):
@@ -111,13 +129,13 @@ def write_resolved(config: Config) -> Path:
     folder = run_folder(config)
     with _named_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder / "resolved.yaml")
-    return folder / "resolved.yaml"
+        save_config(config, folder / RESOLVED)
+    return folder / RESOLVED
 
 
 def changed_settings(folder: Path, config: Config) -> list[str]:
-    """Settings that differ from those the folder's run was started with, as ``key: old -> new``."""
-    saved = folder / "config.yaml"
+    """Settings that differ from those of the run's last life, as ``key: old -> new``."""
+    saved = folder / SETTINGS
     if not saved.exists():
         return []
     old, new = (_flat(c.model_dump(mode="json")) for c in (load_config(saved), config))
@@ -127,6 +145,14 @@ def changed_settings(folder: Path, config: Config) -> list[str]:
         for k in keys
         if old.get(k) != new.get(k)
     ]
+
+
+def _write_settings(config: Config, folder: Path, iteration: int) -> None:
+    """Of the life that goes on after ``iteration``; those of the lives before stay beside them."""
+    replace_text(folder / VERSIONS, json.dumps(versions(), indent=1))
+    (folder / LIVES).mkdir(exist_ok=True)
+    save_config(config, folder / LIVES / f"after_iteration_{iteration:06d}.yaml")
+    save_config(config, folder / SETTINGS)
 
 
 def _checkpoint_of(folder: Path, resume: str) -> Path | None:

@@ -37,6 +37,7 @@ from g2rpo_ray.prompts.encoder import PromptEncoder
 from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers
 from g2rpo_ray.rollout.pool import RolloutPool
+from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.settings import for_evaluation_workers
 from g2rpo_ray.weight_sync import Peer, StoredWeights, WeightSync, WeightSyncError, make_weight_sync
 
@@ -124,8 +125,7 @@ def launch_rollout(config: Config, tell: Tell) -> Iterator[tuple[ActorHandle, Ro
 def run_name(config: Config) -> str:
     """Of a run's reward servers: a driver that is started again finds those of one that was killed,
     and replaces them."""
-    folder = Path(config.run_dir).expanduser().absolute()
-    return f"g2rpo-{hashlib.sha256(str(folder).encode()).hexdigest()[:10]}"
+    return f"g2rpo-{hashlib.sha256(str(run_folder(config)).encode()).hexdigest()[:10]}"
 
 
 @contextmanager

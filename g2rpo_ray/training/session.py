@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from g2rpo_ray.common.logs import log_as, log_file
 from g2rpo_ray.common.stop import StopSignal
@@ -11,7 +10,8 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.prompts.dataset import check_apart, evenly, read_config_prompts
-from g2rpo_ray.run.folder import Run, changed_settings, give_up_later, open_run
+from g2rpo_ray.run.folder import Run, begin_life, changed_settings, open_run
+from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.tracking.memory import PeakMemory
 from g2rpo_ray.tracking.metrics import MetricsLog
 from g2rpo_ray.tracking.progress import Progress
@@ -64,7 +64,7 @@ class Session:
         """From the moment when all roles have started: this life's numbers go on from here."""
         with self.log, self.progress:
             self._starting = False
-            give_up_later(self.run)
+            begin_life(self.run, self.config)
             yield
 
 
@@ -76,8 +76,10 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
     train = read_config_prompts(config, config.prompts.train)
     heldout = read_config_prompts(config, config.prompts.heldout)
     check_apart(train, heldout)
-    changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []
+    changes = changed_settings(run_folder(config), config) if resume != "none" else []
     session = Session(config, open_run(config, resume), train, heldout)
+    if resume == "auto":
+        session.progress.note(f"--resume auto {session.run.where_it_starts()}")
     for change in changes:
         session.progress.note(f"changed since the run was started: {change}")
     log_as("driver")

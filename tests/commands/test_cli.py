@@ -130,6 +130,40 @@ def test_a_folder_that_was_moved_is_the_run_and_not_what_lies_at_its_old_place(
     assert used == [str(new)]
 
 
+@pytest.mark.parametrize(
+    ("given", "overrides", "expected"),
+    [
+        ("runs/moved/config.yaml", [], "runs/moved"),
+        ("runs/moved/resolved.yaml", ["seed=1"], "runs/moved"),
+        ("runs/moved/config.yaml", ["run_dir=runs/other"], "runs/other"),
+        ("runs/moved/mine.yaml", [], "runs/began"),
+        ("project/config.yaml", [], "runs/began"),
+    ],
+)
+def test_a_runs_own_settings_mean_the_folder_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, overrides: list[str], expected: str
+) -> None:
+    began = load_config(QUICKSTART, ["run_dir=runs/began"])
+    monkeypatch.chdir(tmp_path)
+    open_run(began, "none")
+    Path("runs/began").rename("runs/moved")
+    for path in (given, "runs/moved/config.yaml"):
+        Path(path).parent.mkdir(exist_ok=True)
+        save_config(began, Path(path))
+    used: list[Path] = []
+    monkeypatch.setattr("g2rpo_ray.training.train.train", lambda c, _: used.append(Path(c.run_dir)))
+    monkeypatch.setattr("g2rpo_ray.plan.plan.make_plan", lambda c, *_: used.append(Path(c.run_dir)))
+    monkeypatch.setattr("g2rpo_ray.plan.plan.as_text", lambda _: "")
+    monkeypatch.setattr("g2rpo_ray.plan.plan.as_json", lambda _: {})
+    # As one looks at it from another folder.
+    monkeypatch.chdir(tmp_path if expected == "runs/began" else tmp_path / "runs")
+    path = str((tmp_path / given).relative_to(Path.cwd()))
+    overrides = [override.replace("runs/other", "other") for override in overrides]
+    assert main(["train", path, "--resume", "auto", *overrides]) == 0
+    assert main(["plan", path, *overrides]) == 0
+    assert used == [tmp_path / expected] * 2
+
+
 def test_dry_run_prints_the_arithmetic_and_writes_the_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -239,6 +239,7 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
         ),
         (["rewards.hps.gpus_per_replica=1.1"], ["rewards.hps.gpus_per_replica: 1.1 GPUs"]),
         (["prompts.encoder_gpus=1.5"], ["prompts.encoder_gpus: 1.5 GPUs", "a share of one GPU"]),
+        (["prompts.key=0"], ["prompts.key", "greater than or equal to 1 (got 0)"]),
         (["evaluation.min_gain=-0.1"], ["evaluation.min_gain", "greater than or equal to 0"]),
     ],
 )

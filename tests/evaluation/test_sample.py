@@ -28,3 +28,10 @@ def test_latents_that_are_not_finite_are_an_error_and_no_picture(
     with pytest.raises(SampleError, match=r"2 of 2 pictures .* prompt 'a red circle left"):
         sample(tiny_config(tmp_path / "run"), options, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_file_is_no_prompt(tmp_path: Path) -> None:
+    prompts = [CAPTIONS[0], str(tmp_path / "prompts.txt"), "x" * 5000]
+    (tmp_path / "prompts.txt").write_text("a cat")
+    with pytest.raises(SampleError, match=r"--prompt .*prompts\.txt: it takes the text itself"):
+        sample(tiny_config(tmp_path / "run"), SampleOptions(prompts), tmp_path / "out")

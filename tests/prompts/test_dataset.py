@@ -7,7 +7,8 @@ import pytest
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.prompts.dataset import PromptOrder
-from g2rpo_ray.prompts.reading import PromptFileError, read_prompts
+from g2rpo_ray.prompts.formats import PromptFileError
+from g2rpo_ray.prompts.reading import read_prompts
 
 LIMIT = 2000
 

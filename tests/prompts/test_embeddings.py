@@ -22,7 +22,8 @@ from g2rpo_ray.prompts import encoder as encoder_module
 from g2rpo_ray.prompts.dataset import read_config_prompts
 from g2rpo_ray.prompts.embeddings import Embeddings, prompt_checksum, stacked
 from g2rpo_ray.prompts.encoder import PromptEncoder
-from g2rpo_ray.prompts.reading import MANIFEST, PromptFileError
+from g2rpo_ray.prompts.formats import PromptFileError
+from g2rpo_ray.prompts.reading import MANIFEST
 from g2rpo_ray.prompts.selection import Selection
 from g2rpo_ray.training import embed as embed_module
 from g2rpo_ray.training.embed import EmbedError, EmbedOptions, embed

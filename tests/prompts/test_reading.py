@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from g2rpo_ray.prompts.reading import PromptFileError, read_prompts
+from g2rpo_ray.prompts.formats import PromptFileError
+from g2rpo_ray.prompts.reading import read_prompts
 
 TEXTS = ["a cat", "红色圆圈在左边", "قطة على سطح المنزل", "a 🐈‍⬛ on a 🪑"]
 

@@ -16,7 +16,7 @@ from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.models.fingerprint import base_file_fingerprint, base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
-from g2rpo_ray.run.folder import _LOCKS, changed_settings, give_up_later, open_run, write_resolved
+from g2rpo_ray.run.folder import _LOCKS, begin_life, changed_settings, open_run, write_resolved
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.scores import save_heldout
 from g2rpo_ray.run.weights import checkpoint_named, trained_kind
@@ -146,16 +146,46 @@ def test_a_full_disk_leaves_the_settings_of_before(
             raise OSError(28, "No space left on device", str(name))
 
     monkeypatch.setattr("os.fsync", full)
-    message = error_of(config_of(folder, "learner.learning_rate=1e-5"), "auto")
+    run = open_run(mistyped := config_of(folder, "learner.learning_rate=1e-5"), "auto")
+    with pytest.raises(RunFolderError) as caught:
+        begin_life(run, mistyped)
+    message = str(caught.value)
     assert "cannot be written: [Errno 28] No space left on device" in message
     assert load_config(folder / "config.yaml") == config
 
 
+def test_a_resume_that_fails_leaves_the_settings_of_the_life_before(folder: Path) -> None:
+    config = start(folder)
+    save(config, 2)
+    mistyped = config_of(folder, "learner.learning_rate=1e-1")
+    open_run(mistyped, "auto")  # and no role starts
+    assert load_config(folder / "config.yaml") == config
+    assert changed_settings(folder, mistyped) == [
+        f"learner.learning_rate: {config.learner.learning_rate} -> 0.1"
+    ]
+
+
+def test_the_settings_of_each_life_are_kept(folder: Path) -> None:
+    lives = [start(folder), *(config_of(folder, f"sampling.eta={eta}") for eta in (0.5, 0.6, 0.9))]
+    older = save(lives[0], 2)
+    begin_life(open_run(lives[1], "auto"), lives[1])
+    save(lives[1], 4)
+    begin_life(open_run(lives[2], "auto"), lives[2])
+    kept = {path.stem[-1]: load_config(path) for path in (folder / "settings").iterdir()}
+    assert kept == {"0": lives[0], "2": lives[1], "4": lives[2]}
+    assert load_config(folder / "config.yaml") == lives[2]
+    # What came after the older checkpoint is given up, its settings too.
+    begin_life(open_run(lives[3], str(older)), lives[3])
+    kept = {path.stem[-1]: load_config(path) for path in (folder / "settings").iterdir()}
+    assert kept == {"0": lives[0], "2": lives[3]}
+
+
 def test_a_refused_folder_is_left_as_it_was(folder: Path) -> None:
     start(folder)
-    before = {path: path.read_bytes() for path in folder.iterdir()}
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
     error_of(config_of(folder, "seed=5"), "none")
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_dry_run_does_not_count_as_a_run(folder: Path) -> None:
@@ -167,11 +197,14 @@ def test_a_dry_run_does_not_count_as_a_run(folder: Path) -> None:
 def test_auto_starts_anew_in_an_empty_folder(folder: Path) -> None:
     run = open_run(config_of(folder), "auto")
     assert (run.checkpoint, run.info.iteration, run.first_record) == (None, 0, None)
+    told = f"found no checkpoint and no snapshot in {folder}: starts anew"
+    assert run.where_it_starts() == told
 
 
 def test_auto_before_the_first_checkpoint_drops_what_was_recorded(folder: Path) -> None:
     run = open_run(start(folder), "auto")
     assert (run.checkpoint, run.info.iteration, run.first_record) == (None, 0, 0)
+    assert run.where_it_starts().endswith("starts anew, and makes anew what it has recorded")
 
 
 def test_auto_takes_the_last_checkpoint(folder: Path) -> None:
@@ -181,6 +214,7 @@ def test_auto_takes_the_last_checkpoint(folder: Path) -> None:
     run = open_run(config, "auto")
     assert (run.checkpoint, run.info.iteration, run.first_record) == (last, 4, 5)
     assert run.info.updates == 12
+    assert run.where_it_starts() == f"goes on after iteration 4, from {last}"
 
 
 def test_a_path_takes_that_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +233,7 @@ def test_auto_never_returns_to_the_history_that_a_path_gave_up(folder: Path) -> 
     for iteration in (2, 4):
         picture = torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
         save_heldout(folder, iteration, [HeldoutPictures(7, "a bear", picture, {}, 1)])
-    give_up_later(open_run(config, str(chosen)))
+    begin_life(open_run(config, str(chosen)), config)
     assert not any(state.exists() for state in given_up)
     assert open_run(config, "auto").checkpoint == chosen
     newer = save(config, 3, SNAPSHOTS)
@@ -212,7 +246,7 @@ def test_auto_never_returns_to_the_history_that_a_path_gave_up(folder: Path) -> 
 def test_auto_itself_gives_nothing_up(folder: Path) -> None:
     config = start(folder)
     states = [save(config, 2), save(config, 4), save(config, 5, SNAPSHOTS)]
-    give_up_later(open_run(config, "auto"))
+    begin_life(open_run(config, "auto"), config)
     assert all(state.exists() for state in states)
 
 
@@ -327,9 +361,10 @@ def test_a_prolonged_run_does_not_show_the_summary_of_its_earlier_life(folder: P
     save(config, 10)
     (folder / "summary.json").write_text(json.dumps({"iterations": 10, "train_s": 60.0}))
     error_of(config, "auto")
-    run = open_run(config_of(folder, "iterations=12"), "auto")
+    longer = config_of(folder, "iterations=12")
+    run = open_run(longer, "auto")
     assert (folder / "summary.json").exists(), "kept until everything has started"
-    give_up_later(run)
+    begin_life(run, longer)
     assert "There is no summary.json" in write_report(folder).read_text()
 
 

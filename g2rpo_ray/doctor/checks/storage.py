@@ -17,13 +17,14 @@ from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS_KEPT
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.plan.memory import state_bytes
 from g2rpo_ray.plan.networks import policy_size
+from g2rpo_ray.run.paths import run_folder
 
 WRITE_MIB = 64
 
 
 def check_storage(config: Config, probes: Mapping[str, ActorHandle]) -> list[Finding]:
     """Every node writes a file and looks for the others'."""
-    run_dir = Path(config.run_dir).expanduser().absolute()
+    run_dir = run_folder(config)
     parent = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     folder = parent / f".g2rpo-doctor-{uuid.uuid4().hex[:8]}"
     remedy = (
