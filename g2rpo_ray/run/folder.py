@@ -11,13 +11,11 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.files import replace_text, writing
 from g2rpo_ray.config import Config, load_config, save_config
 from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
@@ -66,7 +64,7 @@ def open_run(config: Config, resume: str) -> Run:
     folder = run_folder(config)
     if folder.is_dir():
         # Before anything is read: who had to wait goes on from what the other has saved last.
-        with _named_errors(folder):
+        with writing(folder, RunFolderError, "run_dir"):
             _lock(folder)
     has_run = _has_run(folder)
     if has_run and resume == "none":
@@ -79,7 +77,7 @@ def open_run(config: Config, resume: str) -> Run:
     first_record = None
     if has_run:
         first_record = 0 if checkpoint is None else info.iteration + 1
-    with _named_errors(folder):
+    with writing(folder, RunFolderError, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
         replace_text(folder / "versions.json", json.dumps(versions(), indent=1))
@@ -109,7 +107,7 @@ def give_up_later(run: Run) -> None:
 def write_resolved(config: Config) -> Path:
     """Write the resolved configuration into ``run_dir`` without starting a run there."""
     folder = run_folder(config)
-    with _named_errors(folder):
+    with writing(folder, RunFolderError, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / "resolved.yaml")
     return folder / "resolved.yaml"
@@ -171,14 +169,6 @@ def _info_at_start(config: Config, folder: Path, checkpoint: Path | None) -> Che
             "patience, or set it to 0, to go on"
         )
     return info
-
-
-@contextmanager
-def _named_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunFolderError(f"run_dir {folder}: cannot be written: {error}") from error
 
 
 def _lock(folder: Path) -> None:

@@ -5,12 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from g2rpo_ray.common.files import check_room
 from g2rpo_ray.common.logs import log_as, log_file
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.loading import check_model
+from g2rpo_ray.plan.memory import state_bytes
+from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import check_apart, evenly, read_config_prompts
 from g2rpo_ray.run.folder import Run, changed_settings, give_up_later, open_run
+from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.tracking.memory import PeakMemory
 from g2rpo_ray.tracking.metrics import MetricsLog
 from g2rpo_ray.tracking.progress import Progress
@@ -74,6 +78,8 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
     train = read_config_prompts(config, config.prompts.train)
     heldout = read_config_prompts(config, config.prompts.heldout)
     check_apart(train, heldout)
+    state_size = policy_size(config).trained_parameters * state_bytes(config)
+    check_room(run_folder(config), state_size, "a checkpoint")
     changes = changed_settings(Path(config.run_dir), config) if resume != "none" else []
     session = Session(config, open_run(config, resume), train, heldout)
     for change in changes:
