@@ -13,11 +13,11 @@ from typing import Any
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.formatting import format_size
 
-DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 
 class DiskError(RunError):
-    """A disk is full or read-only; the message names the file or folder and what is free."""
+    """A disk is full, read-only or broken; the message names the file or folder and what is free."""
 
 
 def disk_fault(error: BaseException | None) -> str | None:
@@ -60,7 +60,8 @@ def writing(path: Path, refused: type[InputError] | None = None, asked: str = ""
                 f"{named}: cannot be written: {fault}; {format_size(_free(path))} are free there. "
                 "What was whole before is kept"
             ) from error
-        if refused is None or not isinstance(error, OSError):
+        # safetensors' says "(os error 13)".
+        if refused is None or not (isinstance(error, OSError) or "(os error " in str(error)):
             raise
         raise refused(f"{named}: cannot be written: {error}") from error
 
