@@ -17,7 +17,7 @@ DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
 
 
 class DiskError(RunError):
-    """A disk is full, read-only or broken; the message names the file or folder and what is free."""
+    """A disk is full, read-only or broken; the message names the file and what is free."""
 
 
 def disk_fault(error: BaseException | None) -> str | None:
