@@ -1,15 +1,16 @@
 """``g2rpo``: the command line."""
 
 import argparse
-import errno
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from io import TextIOWrapper
 
 from g2rpo_ray import __version__
 from g2rpo_ray.commands import doctor, download, embed, evaluate, export, plan, sample, train
 from g2rpo_ray.common.errors import InputError, RunError
+from g2rpo_ray.common.files import disk_fault
 from g2rpo_ray.common.stop import StopRequested
 
 COMMANDS = (train, sample, export, evaluate, download, embed, plan, doctor)
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:] if arguments is None else arguments
+    threading.excepthook = _in_a_thread
     try:
         for argument in arguments:
             argument.encode()
@@ -44,19 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return EXIT_BAD_INPUT
-    except (InputError, RunError, OSError) as error:
-        # Any file of a command may be the one that meets a full or read-only disk.
-        full = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-        if isinstance(error, OSError) and error.errno not in full:
-            raise
-        # The text of an error from a Ray task has the remote traceback; its cause is what helps.
-        print(f"g2rpo: {getattr(error, 'cause', error)}", file=sys.stderr)
-        return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_FAILED
     except StopRequested as request:
         return EXIT_INTERRUPTED if request.signal_number == signal.SIGINT else EXIT_REQUEUE
     except KeyboardInterrupt:
         print("g2rpo: stopped at once", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception as error:
+        # Any file of a command may be the one that meets a full or read-only disk.
+        if not isinstance(error, InputError | RunError) and disk_fault(error) is None:
+            raise
+        # The text of an error from a Ray task has the remote traceback; its cause is what helps.
+        print(f"g2rpo: {getattr(error, 'cause', error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_FAILED
+
+
+def _in_a_thread(failed: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread prints a traceback of a full disk, which its caller then tells again."""
+    if disk_fault(failed.exc_value) is None:
+        threading.__excepthook__(failed)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -16,6 +16,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--merged", action="store_true", help="of a LoRA run: the transformer with it merged in"
     )
     parser.add_argument(
+        "--rounding",
+        choices=("nearest", "stochastic", "none"),
+        default="nearest",
+        help="to model.dtype: nearest (default), stochastic (keeps small updates on average and "
+        "adds noise, from the run's seed); none: float32, twice the size",
+    )
+    parser.add_argument(
         "--max-shard-size", type=size, default="10GB", help="of a transformer's file (10GB)"
     )
 
@@ -23,12 +30,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from g2rpo_ray.run.export import export
 
-    form = export(
+    exported = export(
         read_run_config(options),
         options.to,
         options.checkpoint,
         merge=options.merged,
         average=options.average,
+        rounding=options.rounding,
         max_shard_size=options.max_shard_size,
     )
-    print(f"{form}, made on the CPU, read back and compared: {options.to}")
+    print(f"{exported.form}, made on the CPU, equal to the bit when read back: {options.to}")
+    print(f"In {exported.dtype}, compared with the trained weights: {exported.arrived}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.files import replace_text, writing
 
 if TYPE_CHECKING:
     from g2rpo_ray.config import Config
@@ -74,10 +75,10 @@ def write_json(path: Path | None, content: object) -> None:
     """
     if path is None:
         return
-    try:
-        path.write_text(json.dumps(content, indent=1))
-    except OSError as error:
-        raise InputError(f"--json {path}: cannot be written: {error}") from error
+    with writing(path, InputError, "--json"):
+        # A device, such as /dev/stdout, is written to and not replaced.
+        write = Path.write_text if path.exists() and not path.is_file() else replace_text
+        write(path, json.dumps(content, indent=1))
 
 
 def count(text: str) -> int:

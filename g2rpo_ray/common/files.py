@@ -1,20 +1,123 @@
 """Files: written whole or not at all, read with a named error, and told apart by a checksum."""
 
+import errno
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from g2rpo_ray.common.errors import InputError, RunError
+from g2rpo_ray.common.formatting import format_size
+
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO)
+
+
+class DiskError(RunError):
+    """A disk is full, read-only or broken; the message names the file and what is free."""
+
+
+def disk_fault(error: BaseException | None) -> str | None:
+    """``No space left on device`` or the like, where that is behind an error, of whatever library.
+
+    safetensors' is no OSError, and what comes from another process is text.
+    """
+    while error is not None:
+        for number in DISK_FAULTS:
+            if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+                return os.strerror(number)
+        if "OutOfDiskError" in type(error).__name__:  # also as a task's: RayTaskError(...)
+            return "Ray's object store and the disk that it spills to are full"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextmanager
+def writing(path: Path, refused: type[InputError] | None = None, asked: str = "") -> Iterator[None]:
+    """Around what any library writes to ``path``, a file or a folder.
+
+    Args:
+        refused: for what is no fault of the disk: no permission, a file where a folder should be.
+        asked: setting or option that names ``path``.
+
+    Raises:
+        DiskError: the disk is full or read-only.
+        refused: the system allows no writing there; without it its own error is left as it is.
+    """
+    try:
+        yield
+    except (InputError, RunError):
+        raise
+    except Exception as error:
+        fault, named = disk_fault(error), f"{asked} {path}".lstrip()
+        if fault is None and isinstance(error, RuntimeError) and not _free(path):
+            fault = os.strerror(errno.ENOSPC)  # torch.save says no more than that it failed
+        if fault is not None:
+            raise DiskError(
+                f"{named}: cannot be written: {fault}; {format_size(_free(path))} are free there. "
+                "What was whole before is kept"
+            ) from error
+        # safetensors' says "(os error 13)".
+        if refused is None or not (isinstance(error, OSError) or "(os error " in str(error)):
+            raise
+        raise refused(f"{named}: cannot be written: {error}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside ``path`` for a library to write, which takes its place when it is whole.
+
+    Raises:
+        DiskError: the disk is full or read-only; ``path`` is as it was.
+    """
+    # A name of its own: several processes may write the same file.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with writing(path):
+            yield temporary
+            flush(temporary)
+            temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
 
 def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write ``text`` to ``path`` whole or not at all; errors as of ``replacing``."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def flush(path: Path) -> None:
+    """Wait until a file or folder is on the disk: some say only then that they are full."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_room(folder: Path, size_bytes: int, what: str) -> None:
+    """Before something large is made.
+
+    Raises:
+        DiskError: the disk of ``folder``, which need not be there yet, has less room.
+    """
+    free = _free(folder)
+    if size_bytes > free:
+        raise DiskError(
+            f"{folder}: {what} takes {format_size(size_bytes)}, and {format_size(free)} are free "
+            "there; free some, or name a folder on another disk"
+        )
+
+
+def _free(path: Path) -> int:
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(there).free
 
 
 def read_json_object(path: Path, error: type[Exception]) -> dict[str, Any]:

@@ -7,13 +7,16 @@ have the keys ``asctime``, ``levelname``, ``message``, ``role``, ``rank`` and wh
 
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Any
+
+from g2rpo_ray.common.files import disk_fault
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ def logged(phase: str) -> Iterator[None]:
 @contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Append what this process logs to ``path``, the error that ends it included."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(JsonFormatter())
     # On the root: what libraries warn of belongs in the file, too.
     logging.getLogger().addHandler(handler)
@@ -88,7 +91,16 @@ def log_file(path: Path) -> Iterator[None]:
         raise
     finally:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        with suppress(OSError):
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """Leaves out what a full disk does not take: a traceback for each line would bury the rest."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  (logging's name)
+        if disk_fault(sys.exception()) is None:
+            super().handleError(record)
 
 
 class JsonFormatter(logging.Formatter):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from g2rpo_ray.common.device import describe_device
+from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.draw import Drawing
@@ -98,7 +99,7 @@ def _write(config: Config, records: Records, rows: Sequence[Row]) -> list[TableR
     write_table_parquet(table, folder / "table.parquet")
     parts = table_parts(table, columns, list(config.trained_rewards), _protocol(config))
     text = markdown(parts)
-    (folder / "table.md").write_text(text, encoding="utf-8")
+    replace_text(folder / "table.md", text)
     write_gallery(folder / "gallery.html", parts, rows, records, columns)
     print(f"\n{text}\n{folder / 'table.md'}\n{folder / 'gallery.html'}")
     return table

@@ -5,6 +5,7 @@ at the end ``scores.parquet``, ``table.parquet``, ``table.md``, ``gallery.html``
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.files import replace_text, replacing, writing
 from g2rpo_ray.evaluation.rows import EvaluationError, Row
 from g2rpo_ray.evaluation.statistics import Floats
 from g2rpo_ray.rollout.answers import HeldoutPictures
@@ -53,14 +54,13 @@ class Records:
 
         Raises:
             EvaluationError: the folder holds another evaluation, or cannot be written.
+            DiskError: the disk is full or read-only.
         """
         self.folder = folder
         self._log = folder / "scores.jsonl"
-        try:
+        with writing(folder, EvaluationError):
             folder.mkdir(parents=True, exist_ok=True)
             self._open(json.loads(json.dumps(request)))
-        except OSError as error:
-            raise EvaluationError(f"{folder}: cannot be written: {error}") from error
         # The last line of a key counts; one that lacks a picture or a score is drawn again.
         last = {(record.row, record.prompt_id): record for record in self._read()}
         self._by_key = {key: record for key, record in last.items() if self._is_whole(record)}
@@ -76,16 +76,18 @@ class Records:
     def add(self, row: str, results: Sequence[HeldoutPictures]) -> None:
         """Keep pictures, then the line that says that they are whole."""
         target = self.folder / "pictures" / row
-        target.mkdir(parents=True, exist_ok=True)
+        with writing(target):
+            target.mkdir(parents=True, exist_ok=True)
         for result in results:
             files = []
             for number, picture in enumerate(result.pictures):
                 path = target / f"{result.prompt_id}_{number}.png"
-                Image.fromarray(picture.numpy()).save(path)
+                with replacing(path) as temporary:
+                    Image.fromarray(picture.numpy()).save(temporary, "PNG")
                 files.append(str(path.relative_to(self.folder)))
             scores = {name: _plain(values.numpy()) for name, values in result.scores.items()}
             record = Record(row, result.prompt_id, result.prompt, files, scores)
-            with self._log.open("a", encoding="utf-8") as log:
+            with writing(self._log), self._log.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
             self._by_key[row, result.prompt_id] = record
 
@@ -148,7 +150,7 @@ class Records:
         # A killed evaluation may leave half a line, or half a character: it is drawn again.
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
-            self._log.write_bytes(whole)
+            os.truncate(self._log, len(whole))
         for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
             try:
                 yield Record(**json.loads(line.decode("utf-8")))
@@ -165,7 +167,8 @@ def write_rows(
     """A parquet file of equal rows; what is neither a text nor a count is a float64."""
     types = dict.fromkeys(texts, pa.string()) | dict.fromkeys(counts, pa.int32())
     schema = pa.schema([(name, types.get(name, pa.float64())) for name in rows[0]])
-    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+    with replacing(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows, schema), temporary)
 
 
 def _plain(values: np.ndarray) -> list[float | None]:

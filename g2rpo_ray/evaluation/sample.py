@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo_ray.common.device import describe_device, role_device
+from g2rpo_ray.common.files import replacing, writing
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.conditioning import Conditioning
@@ -57,6 +58,7 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
     Raises:
         SampleError: a prompt is a file's name, ``trained_steps`` is not among the steps,
             ``folder`` cannot be written, or latents are not finite.
+        DiskError: the disk of ``folder`` is full or read-only.
         DeviceError: a card is asked for, and there is none.
         ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
             be used.
@@ -93,12 +95,10 @@ def _switch(config: Config, options: SampleOptions) -> int:
 
 def _make_writable(folder: Path) -> None:
     # Before anything is drawn, which takes minutes.
-    try:
+    with writing(folder, SampleError, "--out"):
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise SampleError(f"--out {folder}: pictures cannot be written there: {error}") from error
 
 
 def _encode(config: Config, prompts: Sequence[str], device: torch.device) -> list[Conditioning]:
@@ -156,5 +156,6 @@ def _save(config: Config, latents: Sequence[Tensor], policy: Policy, folder: Pat
     for prompt_number, x0 in enumerate(latents):
         for number, picture in enumerate(decoder.decode(x0)):
             paths.append(folder / f"{prompt_number}_{number}.png")
-            Image.fromarray(picture.numpy()).save(paths[-1])
+            with replacing(paths[-1]) as temporary:
+                Image.fromarray(picture.numpy()).save(temporary, "PNG")
     return paths

@@ -90,7 +90,7 @@ class LearnerGroup:
         Raises:
             GroupsLostError: groups were lost with their node; the learner is as before the call.
             LearnerError: too many failures, or one that would come again.
-            CheckpointError: the state under way could not be written.
+            DiskError, CheckpointError: the state under way could not be written.
         """
         with self.lock:
             self._recovering(lambda: self._settle(wait=False))
@@ -128,7 +128,7 @@ class LearnerGroup:
             keep_also: iterations whose checkpoints outlive ``checkpoint.keep_last``.
 
         Raises:
-            CheckpointError: this one cannot be begun, or the one before could not be written.
+            DiskError, CheckpointError: this one cannot be begun, or the one before not be written.
         """
         with self.lock:
             self.finish_save()
@@ -140,7 +140,7 @@ class LearnerGroup:
         """Return when the state under way, if any, is whole on the disk.
 
         Raises:
-            CheckpointError: it could not be written; those before are kept.
+            DiskError, CheckpointError: it could not be written; those before are kept.
         """
         with self.lock:
             self._recovering(self._settle)

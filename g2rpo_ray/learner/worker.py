@@ -10,6 +10,7 @@ import ray
 import torch
 
 from g2rpo_ray.common.device import keep_to_share, role_device
+from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.common.logs import log_as, log_context, logged
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, SNAPSHOTS_KEPT, delete_old_checkpoints
@@ -125,21 +126,23 @@ class Learner:
             keep_also: iterations whose checkpoints outlive ``checkpoint.keep_last``.
 
         Raises:
-            CheckpointError: this one cannot be begun, or the one before could not be written.
+            DiskError, CheckpointError: this one cannot be begun, or the one before not be written.
         """
         self.finish_save()
         with logged("copying the state"):
             parts = self.engine.state_parts()
-        failure: list[str | None] = [None]
+        failure: list[Exception | None] = [None]
         if self.rank == 0:
             try:
-                prepare_checkpoint(folder)
-            except CheckpointError as error:
-                failure = [str(error)]
+                # Every rank has as much of the state, but for what does not divide evenly.
+                ranks, mine = self.config.learner.ranks, sum(part.data.nbytes for part in parts)
+                prepare_checkpoint(folder, ranks * mine)
+            except (CheckpointError, DiskError) as error:
+                failure = [error]
         # The others write only where rank 0 has cleared the place, or fail as it did.
         torch.distributed.broadcast_object_list(failure, 0, device=self.device)
         if failure[0] is not None:
-            raise CheckpointError(failure[0])
+            raise failure[0]
         self._writing = self._writer.submit(self._write, folder, info, parts, keep_also)
 
     def finish_save(self, wait: bool = True) -> float | None:
@@ -149,8 +152,8 @@ class Learner:
             wait: until the checkpoint is whole.
 
         Raises:
-            CheckpointError: it could not be written; those before are kept. Every later call and
-                every later checkpoint fails with it.
+            DiskError, CheckpointError: it could not be written; those before are kept. Every later
+                call and every later checkpoint fails with it.
         """
         if self._writing is None:
             return 0.0

@@ -7,7 +7,6 @@ looked at here: its own dry run makes folders, and of what it has fetched it com
 import glob
 import hashlib
 import json
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import httpx2
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import tqdm
 
-from g2rpo_ray.common.files import sha256_of_file
+from g2rpo_ray.common.files import check_room, replace_text, sha256_of_file, writing
 from g2rpo_ray.common.formatting import format_size
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
@@ -166,12 +165,7 @@ def _check_disks(missing: Sequence[tuple[Listing, Sequence[HubFile]]]) -> None:
         wanted[disk] += sum(file.size for file in files)
         folders[disk] = folder
     for disk, size in wanted.items():
-        free = shutil.disk_usage(folders[disk]).free
-        if size > free:
-            raise DownloadError(
-                f"the disk of {folders[disk]} has {format_size(free)} free and "
-                f"{format_size(size)} are to come; free some, or name folders on another disk"
-            )
+        check_room(folders[disk], size, "what is to come")
 
 
 def _fetch(listing: Listing, files: Sequence[HubFile]) -> None:
@@ -191,7 +185,7 @@ def _fetch(listing: Listing, files: Sequence[HubFile]) -> None:
                 stop.check()
                 return super().update(n)
 
-        with _explained(source):
+        with writing(folder), _explained(source):
             snapshot_download(
                 listing.repo,
                 revision=listing.commit,
@@ -242,7 +236,7 @@ def _write_record(listing: Listing) -> None:
     content = {"repo": listing.repo, "commit": listing.commit}
     files = [asdict(file) for file in listing.files]
     path = _record_path(listing.target)
-    path.write_text(json.dumps(content | {"files": files}, indent=1))
+    replace_text(path, json.dumps(content | {"files": files}, indent=1))
 
 
 def _read_record(target: Target) -> Listing | None:

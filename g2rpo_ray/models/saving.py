@@ -11,6 +11,7 @@ from g2rpo_ray.common.weight_files import TensorPlace, find_weights, read_header
 from g2rpo_ray.config import LoraSection
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.lora import ADAPTER
+from g2rpo_ray.models.rounding import Arrived, Rounding, rounded
 
 WEIGHTS_NAME = "diffusion_pytorch_model"
 """How diffusers' weight files begin."""
@@ -36,15 +37,31 @@ def adapter_tensors(weights: Mapping[str, Tensor], lora: LoraSection) -> dict[st
 
 
 @torch.no_grad()
-def merge_adapters(transformer: Any, weights: Mapping[str, Tensor], lora: LoraSection) -> None:
-    """Add ``alpha / rank * B A`` to the weights of a plain transformer; the sum is float32."""
+def merge_adapters(
+    transformer: Any,
+    weights: Mapping[str, Tensor],
+    lora: LoraSection,
+    rounding: Rounding = "nearest",
+    seed: int = 0,
+) -> Arrived:
+    """Add ``alpha / rank * B A`` to the weights of a plain transformer; the sum is float32.
+
+    Returns:
+        What is left of it in the weights.
+    """
+    arrived = Arrived()
     for name in weights:
         if not name.endswith(_A):
             continue
         module = name.removesuffix(_A)
         layer = transformer.get_submodule(module).weight
         delta = weights[module + _B].float() @ weights[name].float()
-        layer.copy_(layer.float() + (lora.alpha / lora.rank * delta).to(layer.device))
+        before = layer.float()
+        meant = before + lora.alpha / lora.rank * delta
+        after = rounded(meant, layer.dtype, rounding, seed, module)
+        arrived.add(before, meant, after)
+        layer.copy_(after)
+    return arrived
 
 
 def save_transformer(transformer: Any, folder: Path, max_shard_size: str) -> None:

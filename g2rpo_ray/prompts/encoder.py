@@ -1,7 +1,6 @@
 """Who encodes prompts: a run's one actor, and the Ray Data workers of ``g2rpo embed``."""
 
 import hashlib
-import os
 import time
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import save
 
 from g2rpo_ray.common.device import role_device
+from g2rpo_ray.common.files import replacing
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.families import negative_prompt
@@ -88,7 +88,5 @@ class ShardEncoder:
 
 
 def _write(path: Path, content: bytes) -> None:
-    # A name of its own: every worker writes the negative prompt's file.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    temporary.write_bytes(content)
-    temporary.rename(path)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)

@@ -1,25 +1,30 @@
 """A run's weights in diffusers' formats, read back and compared, with a card."""
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
 
 from g2rpo_ray import __version__
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.files import check_room, flush, writing
 from g2rpo_ray.common.formatting import format_score
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_weights
 from g2rpo_ray.models.catalogue import CATALOGUE
 from g2rpo_ray.models.families import open_family
-from g2rpo_ray.models.loading import DTYPES, check_model, load_part
+from g2rpo_ray.models.loading import DTYPES, check_model, load_part, on_meta
 from g2rpo_ray.models.policy import load_policy
+from g2rpo_ray.models.rounding import Arrived, Rounding, rounded
 from g2rpo_ray.models.saving import (
     ADAPTER_FILE,
     adapter_tensors,
@@ -27,10 +32,12 @@ from g2rpo_ray.models.saving import (
     save_adapter,
     save_transformer,
 )
-from g2rpo_ray.models.weights import load_weights
+from g2rpo_ray.models.weights import load_weights, trainable_parameters
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.run.scores import heldout_before_after
 from g2rpo_ray.run.weights import checkpoint_named, read_fitting_info
+
+logger = logging.getLogger(__name__)
 
 Form = Literal["adapter", "merged", "full"]
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
@@ -40,6 +47,15 @@ class ExportError(InputError):
     """The weights cannot be exported as asked; the message says why, and nothing was changed."""
 
 
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    form: Form
+    dtype: torch.dtype
+    arrived: Arrived
+
+
 def export(
     config: Config,
     folder: Path,
@@ -47,18 +63,21 @@ def export(
     *,
     merge: bool = False,
     average: bool = False,
+    rounding: Rounding = "nearest",
     max_shard_size: str = "10GB",
-) -> Form:
+) -> Exported:
     """Write ``folder``, which must not be there yet: whole or not at all; always on the CPU.
 
     A LoRA run gives its adapter (``pytorch_lora_weights.safetensors``), or with ``merge`` the
     whole transformer; full fine-tuning gives the transformer (``config.json``,
-    ``diffusion_pytorch_model*.safetensors``). The tensors are of ``model.dtype``, as the run
-    computed with them.
+    ``diffusion_pytorch_model*.safetensors``). A warning is logged where much of what was trained
+    is lost in rounding.
 
     Args:
         checkpoint: ``last``, ``best``, or the folder of a checkpoint.
         average: the moving average of the weights (``learner.ema_decay``) instead of the last.
+        rounding: to ``model.dtype``, as the run computed with them, or by chance (from the run's
+            seed); ``none`` writes float32.
         max_shard_size: of a transformer's file.
 
     Raises:
@@ -67,6 +86,7 @@ def export(
         CheckpointError: the checkpoint is damaged.
         RunFolderError: its weights are of another kind or base model than the configuration's.
         ModelFolderError: what was read back differs from what was written.
+        DiskError: the disk is full or read-only, or has no room for it.
     """
     check_model(config)
     form = _form(config, checkpoint, merge)
@@ -75,16 +95,23 @@ def export(
         raise ExportError(f"{target} is there already; name another folder")
     source = checkpoint_named(config, checkpoint)
     info = read_fitting_info(source, config.model)
+    if form != "adapter":
+        check_room(target, _transformer_bytes(config, rounding), "the transformer")
     with _written_whole(target) as temporary:
         weights = read_weights(source, average)
         if form == "adapter":
-            _write_adapter(config, weights, temporary)
+            arrived = _write_adapter(config, weights, rounding, temporary)
         else:
-            save_transformer(_transformer(config, weights), temporary, max_shard_size)
+            transformer, arrived = _transformer(config, weights, rounding)
+            save_transformer(transformer, temporary, max_shard_size)
+        exported = Exported(form, _dtype(config, rounding), arrived)
         # Scores are of the run's own weights, as they were after an iteration.
         own = not average and source.resolve().is_relative_to(run_folder(config).resolve())
-        model_card(config, info, form, own).save(temporary / "README.md")
-    return form
+        own = own and not (form == "merged" and arrived.is_lost)
+        model_card(config, info, exported, own).save(temporary / "README.md")
+    if arrived.is_lost:
+        logger.warning("%s", _warning(exported))
+    return exported
 
 
 def _form(config: Config, checkpoint: str, merge: bool) -> Form:
@@ -105,38 +132,80 @@ def _written_whole(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` to write to, which becomes it at the end, or is gone."""
     temporary = target.with_name(f".{target.name}.writing")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        for file in temporary.iterdir():
-            # safetensors lets the owner alone read what it writes; an export is to be handed on.
-            shutil.copymode(temporary / "README.md", file)
-        temporary.rename(target)
-    except OSError as error:
-        raise ExportError(f"{target}: cannot be written: {error}") from error
+        with writing(target, ExportError):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            yield temporary
+            for file in temporary.iterdir():
+                # safetensors lets the owner alone read what it writes; this is to be handed on.
+                shutil.copymode(temporary / "README.md", file)
+                flush(file)
+            temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_adapter(config: Config, weights: dict[str, Tensor], folder: Path) -> None:
+def _dtype(config: Config, rounding: Rounding) -> torch.dtype:
+    return torch.float32 if rounding == "none" else DTYPES[config.model.dtype]
+
+
+def _write_adapter(
+    config: Config, weights: dict[str, Tensor], rounding: Rounding, folder: Path
+) -> Arrived:
     assert config.model.lora is not None
-    dtype = DTYPES[config.model.dtype]
-    tensors = adapter_tensors(weights, config.model.lora)
-    family = open_family(resolve_path(config.model.path))
-    save_adapter({name: tensor.to(dtype) for name, tensor in tensors.items()}, family, folder)
+    arrived, tensors = Arrived(), adapter_tensors(weights, config.model.lora)
+    for name, meant in tensors.items():
+        tensors[name] = rounded(meant, _dtype(config, rounding), rounding, config.seed, name)
+        arrived.add(torch.zeros_like(meant), meant, tensors[name])
+    save_adapter(tensors, open_family(resolve_path(config.model.path)), folder)
+    return arrived
 
 
-def _transformer(config: Config, weights: dict[str, Tensor]) -> nn.Module:
+def _transformer_bytes(config: Config, rounding: Rounding) -> int:
+    transformer = on_meta(open_family(resolve_path(config.model.path)), "transformer")
+    return sum(p.numel() for p in transformer.parameters()) * _dtype(config, rounding).itemsize
+
+
+def _transformer(
+    config: Config, weights: dict[str, Tensor], rounding: Rounding
+) -> tuple[nn.Module, Arrived]:
+    """The whole transformer, and what is left in it of the update from the base model's weights."""
+    # First as the run had it, whatever precision the files have.
     if config.model.lora is not None:
         transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype])
-        merge_adapters(transformer, weights, config.model.lora)
-        return transformer
-    policy = load_policy(config)
+        if rounding == "none":
+            transformer.float()
+        arrived = merge_adapters(transformer, weights, config.model.lora, rounding, config.seed)
+        return transformer, arrived
+    policy, arrived = load_policy(config), Arrived()
+    if rounding == "none":
+        policy.transformer.float()
+    for name, before in trainable_parameters(policy).items():
+        if (meant := weights.get(name)) is not None:
+            # In its place: the float32 ones of a large model go one by one.
+            weights[name] = rounded(meant, before.dtype, rounding, config.seed, name)
+            arrived.add(before.detach(), meant, weights[name])
     load_weights(policy, weights)
-    return policy.transformer
+    return policy.transformer, arrived
 
 
-def model_card(config: Config, info: CheckpointInfo, form: Form, own: bool = True) -> ModelCard:
+def _warning(exported: Exported) -> str:
+    how = (
+        "export the adapter itself (without --merged), which loses nothing; "
+        if exported.form == "merged"
+        else "the run drew and was judged with weights rounded to the nearest, too; "
+    )
+    return (
+        f"warning: {1 - exported.arrived.share:.0%} of the trained update was lost when the "
+        f"weights were rounded to {exported.dtype}: {how}--rounding none writes float32, which is "
+        f"rounded like this again where it is loaded in {exported.dtype}; --rounding stochastic "
+        "keeps the update on average, under noise that may be longer than it is"
+    )
+
+
+def model_card(
+    config: Config, info: CheckpointInfo, exported: Exported, own: bool = True
+) -> ModelCard:
     """What it is, how to load it, how it was made, and what it scored; the hub reads its head.
 
     Args:
@@ -149,7 +218,7 @@ def model_card(config: Config, info: CheckpointInfo, form: Form, own: bool = Tru
     sampling = config.sampling
     arguments = family.pipeline_arguments(sampling.guidance, sampling.negative_prompt)
     return ModelCard.from_template(
-        _card_data(config, form),
+        _card_data(config, exported.form),
         template_path=str(TEMPLATE),
         name=Path(config.run_dir).name,
         config=config,
@@ -157,9 +226,10 @@ def model_card(config: Config, info: CheckpointInfo, form: Form, own: bool = Tru
         transformer=family.parts["transformer"],
         guidance=", ".join(f"{name}={value!r}" for name, value in arguments.items()),
         info=info,
-        form=form,
+        form=exported.form,
+        arrived=exported.arrived,
         modules=info.trained.partition("full, of ")[2],
-        dtype=f"torch.{config.model.dtype}",
+        dtype=exported.dtype,
         adapter_file=ADAPTER_FILE,
         version=__version__,
         rewards=", ".join(rewards),

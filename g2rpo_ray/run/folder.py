@@ -12,13 +12,11 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.files import replace_text, writing
 from g2rpo_ray.config import Config, load_config, save_config
 from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
@@ -76,7 +74,7 @@ def open_run(config: Config, resume: str) -> Run:
     folder = run_folder(config)
     if folder.is_dir():
         # Before anything is read: who had to wait goes on from what the other has saved last.
-        with _named_errors(folder):
+        with writing(folder, RunFolderError, "run_dir"):
             _lock(folder)
     has_run = _has_run(folder)
     if has_run and resume == "none":
@@ -89,7 +87,7 @@ def open_run(config: Config, resume: str) -> Run:
     first_record = None
     if has_run:
         first_record = 0 if checkpoint is None else info.iteration + 1
-    with _named_errors(folder):
+    with writing(folder, RunFolderError, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
         if not has_run:
@@ -111,7 +109,7 @@ def begin_life(run: Run, config: Config) -> None:
     """
     if run.first_record is None:
         return
-    with _named_errors(run.folder):
+    with writing(run.folder, RunFolderError, "run_dir"):
         for earlier in (run.folder / LIVES).glob("after_iteration_*.yaml"):
             if int(earlier.stem.rpartition("_")[2]) > run.info.iteration:
                 earlier.unlink()
@@ -127,7 +125,7 @@ def begin_life(run: Run, config: Config) -> None:
 def write_resolved(config: Config) -> Path:
     """Write the resolved configuration into ``run_dir`` without starting a run there."""
     folder = run_folder(config)
-    with _named_errors(folder):
+    with writing(folder, RunFolderError, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / RESOLVED)
     return folder / RESOLVED
@@ -197,14 +195,6 @@ def _info_at_start(config: Config, folder: Path, checkpoint: Path | None) -> Che
             "patience, or set it to 0, to go on"
         )
     return info
-
-
-@contextmanager
-def _named_errors(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunFolderError(f"run_dir {folder}: cannot be written: {error}") from error
 
 
 def _lock(folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.files import replace_text, replacing, writing
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.folders import iteration_of, list_checkpoints
 from g2rpo_ray.rollout.answers import HeldoutPictures
@@ -50,12 +50,14 @@ def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures
     """Keep pictures with their scores: ``pictures/heldout/iteration_<n>.json`` and PNG files."""
     target = folder / "pictures" / "heldout"
     name = f"iteration_{iteration}"
-    (target / name).mkdir(parents=True, exist_ok=True)
+    with writing(target):
+        (target / name).mkdir(parents=True, exist_ok=True)
     entries = []
     for result in results:
         for number, picture in enumerate(result.pictures):
             file = f"{name}/{result.prompt_id}_{number}.png"
-            Image.fromarray(picture.numpy()).save(target / file)
+            with replacing(target / file) as temporary:
+                Image.fromarray(picture.numpy()).save(temporary, "PNG")
             scores = {reward: float(values[number]) for reward, values in result.scores.items()}
             entries.append(
                 {"prompt_id": result.prompt_id, "prompt": result.prompt, "file": file,

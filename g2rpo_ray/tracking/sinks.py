@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.files import replace_text, writing
 from g2rpo_ray.tracking.names import TrackingError
 
 
@@ -54,13 +54,9 @@ class JsonLines(Sink):
         kind = "evaluation" if any(name.startswith("heldout/") for name in values) else "train"
         line = {"iteration": iteration, "kind": kind}
         line |= {name: _json_number(value) for name, value in values.items()}
-        try:
+        with writing(self._path, TrackingError):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise TrackingError(
-                f"{self._path}: the record of iteration {iteration} cannot be written: {error}"
-            ) from error
 
     def close(self) -> None:
         # What could not be written was told; closing tries again, and would hide it.
@@ -75,20 +71,25 @@ class TensorBoard(Sink):
         # Imported here: it costs a second, and only runs that ask for it should pay.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_iteration)
+        self._folder = folder
+        with writing(folder):
+            self._writer = SummaryWriter(str(folder), purge_step=resume_iteration)
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, iteration)
-        self._writer.flush()
+        with writing(self._folder):
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, iteration)
+            self._writer.flush()
 
     def pictures(self, iteration: int, pictures: Mapping[str, np.ndarray]) -> None:
-        for caption, picture in pictures.items():
-            self._writer.add_image(f"pictures/{caption}", picture, iteration, dataformats="HWC")
-        self._writer.flush()
+        with writing(self._folder):
+            for caption, picture in pictures.items():
+                self._writer.add_image(f"pictures/{caption}", picture, iteration, dataformats="HWC")
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with suppress(OSError):
+            self._writer.close()
 
 
 class WeightsAndBiases(Sink):
@@ -108,7 +109,7 @@ class WeightsAndBiases(Sink):
             ) from error
         identity = run_dir / "wandb_run_id"
         if not identity.exists():
-            identity.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+            replace_text(identity, uuid.uuid4().hex[:12])
         self._wandb, self._step = wandb, 0
         self._run = wandb.init(
             project=project,

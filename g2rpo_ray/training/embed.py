@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import Demand, living_nodes, shortage
 from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.errors import InputError, RunError
-from g2rpo_ray.common.files import sha256_of_file
+from g2rpo_ray.common.files import check_room, replace_text, replacing, sha256_of_file, writing
 from g2rpo_ray.common.formatting import format_seconds, format_size
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import check_gpus
@@ -124,8 +123,9 @@ def _encode(
     ):
         for row in _shard_rows(config, folder, shards, options):
             finished[row["shard"]] = row
-            log.write(json.dumps(row) + "\n")
-            log.flush()
+            with writing(folder / FINISHED):
+                log.write(json.dumps(row) + "\n")
+                log.flush()
             done += row["prompts"]
             # From when the first shard was begun: loading the encoders is no throughput.
             started_s = started_s or time.perf_counter() - row["seconds"]
@@ -187,7 +187,8 @@ def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Finished shards of a folder by number."""
     path = folder / PLAN
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder, EmbedError):
+            folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             if (folder / MANIFEST).exists():
                 raise EmbedError(
@@ -195,7 +196,7 @@ def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
                 )
             if any(folder.iterdir()):
                 raise EmbedError(f"{folder}: not empty; name another folder with --out")
-            path.write_text(json.dumps(plan, indent=1))
+            replace_text(path, json.dumps(plan, indent=1))
         earlier = json.loads(path.read_text())
         lines = (folder / FINISHED).read_text().splitlines() if (folder / FINISHED).exists() else []
     except (OSError, ValueError) as error:
@@ -223,13 +224,9 @@ def _check_disk(config: Config, folder: Path, prompts: int) -> None:
     transformer, length = on_meta(family, "transformer"), config.prompts.max_sequence_length
     one = family.blank(transformer, length, dtype, "meta")
     wanted = prompts * sum(tensor.nbytes for tensor in one.tensors.values())
-    free = shutil.disk_usage(folder).free
-    print(f"{prompts} prompts to embed: {format_size(wanted)}, {format_size(free)} are free")
-    if wanted > free:
-        raise EmbedError(
-            f"{folder}: {format_size(wanted)} are needed and {format_size(free)} are free; "
-            "use --limit, a smaller prompts.max_sequence_length, or another disk"
-        )
+    print(f"{prompts} prompts to embed: {format_size(wanted)}")
+    fewer = "fewer with --limit, smaller with prompts.max_sequence_length"
+    check_room(folder, wanted, f"embeddings of {prompts} prompts ({fewer})")
 
 
 def _write_prompts(
@@ -241,5 +238,6 @@ def _write_prompts(
         for row, text in enumerate(texts)
     ]
     path = folder / PROMPTS_FILE
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    with replacing(path) as temporary:
+        pq.write_table(pa.Table.from_pylist(rows), temporary)
     return sha256_of_file(path)

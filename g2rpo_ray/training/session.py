@@ -4,11 +4,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from g2rpo_ray.common.files import check_room
 from g2rpo_ray.common.logs import log_as, log_file
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.loading import check_model
+from g2rpo_ray.plan.memory import state_bytes
+from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import check_apart, evenly, read_config_prompts
 from g2rpo_ray.run.folder import Run, begin_life, changed_settings, open_run
 from g2rpo_ray.run.paths import run_folder
@@ -76,6 +79,8 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
     train = read_config_prompts(config, config.prompts.train)
     heldout = read_config_prompts(config, config.prompts.heldout)
     check_apart(train, heldout)
+    state_size = policy_size(config).trained_parameters * state_bytes(config)
+    check_room(run_folder(config), state_size, "a checkpoint")
     changes = changed_settings(run_folder(config), config) if resume != "none" else []
     session = Session(config, open_run(config, resume), train, heldout)
     if resume == "auto":

@@ -11,6 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from g2rpo_ray.cli import EXIT_INTERRUPTED, main
+from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.config import load_config
 from g2rpo_ray.models.catalogue import CATALOGUE, DownloadError, targets_of
 from g2rpo_ray.models.download import OfflineError, download
@@ -224,7 +225,7 @@ def test_the_disk_is_compared_before_anything_is_fetched(
 ) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
-    with pytest.raises(DownloadError, match=r"has 20 kB free and \d+ kB are to come"):
+    with pytest.raises(DiskError, match=r"what is to come takes \d+ kB, and 20 kB are free"):
         fetch()
     assert server.fetched() == []
 

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.learner.checkpoints import format as checkpoint
 from g2rpo_ray.learner.checkpoints.folders import (
     SNAPSHOTS,
@@ -39,6 +39,7 @@ from g2rpo_ray.learner.checkpoints.format import (
 )
 from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.worker import Learner
+from tests.disks import make_read_only, small_disk
 from tests.states import whole_parts, write_checkpoint
 from tests.tiny import equal_weights, tiny_config
 
@@ -79,16 +80,10 @@ def is_whole(folder: Path, value: float) -> bool:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 80 KiB, room for two checkpoints; needs the right to mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=96k", "tmpfs", str(folder)]
-    mount = shutil.which("mount")
-    if mount is None or subprocess.run([mount, *options], capture_output=True).returncode:
-        pytest.skip("no right to mount a tmpfs here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Room for two checkpoints."""
+    with small_disk(tmp_path / "disk", "96k") as folder:
+        yield folder
 
 
 def test_what_was_written_is_read_back_to_the_bit(tmp_path: Path) -> None:
@@ -177,15 +172,15 @@ def test_description_of_other_files(tmp_path: Path, files: object) -> None:
     assert str(path) in error_of(path.parent)
 
 
-def test_full_disk_names_the_cause_and_keeps_the_last_good_one(small_disk: Path) -> None:
-    good = write(small_disk, 1)
-    write(small_disk, 2)
-    with pytest.raises(CheckpointError) as caught:
-        write(small_disk, 3)
+def test_full_disk_names_the_cause_and_keeps_the_last_good_one(disk: Path) -> None:
+    good = write(disk, 1)
+    write(disk, 2)
+    with pytest.raises(DiskError) as caught:
+        write(disk, 3)
     assert "checkpoint not written" in str(caught.value)
     assert "No space left on device" in str(caught.value)
     assert is_whole(good, 1.0)
-    assert list_checkpoints(small_disk) == [good, checkpoint_folder(small_disk, 2)]
+    assert list_checkpoints(disk) == [good, checkpoint_folder(disk, 2)]
     assert not list(good.parent.glob(".*"))
 
 
@@ -193,14 +188,14 @@ def fail(*_: object, **__: object) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("step", ["write_parts", "sha256_of_file", "_flush"])
+@pytest.mark.parametrize("step", ["write_parts", "sha256_of_file", "flush"])
 def test_a_failure_at_any_step_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     folder = write(tmp_path, 5, value=1.0)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, step, fail)
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(DiskError) as caught:
             write(tmp_path, 5, value=2.0)
     assert str(folder) in str(caught.value)
     assert "No space left on device" in str(caught.value)
@@ -214,7 +209,7 @@ def test_what_the_disk_garbles_overwrites_nothing(
     folder = write(tmp_path, 5, value=1.0)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "equals_file", lambda *_: False)
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(DiskError) as caught:
             write(tmp_path, 5, value=2.0)
     assert f"{folder}: checkpoint not written: learner rank 0: what was read back of" in str(
         caught.value
@@ -228,11 +223,11 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(tmp_path: Path) -> None:
     assert is_whole(write(tmp_path, 5, value=2.0), 2.0)
 
 
-def test_read_only_disk_names_the_cause_and_keeps_the_last_good_one(small_disk: Path) -> None:
-    good = write(small_disk, 1)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(CheckpointError, match="Read-only file system"):
-        write(small_disk, 2)
+def test_read_only_disk_names_the_cause_and_keeps_the_last_good_one(disk: Path) -> None:
+    good = write(disk, 1)
+    make_read_only(disk)
+    with pytest.raises(DiskError, match="Read-only file system"):
+        write(disk, 2)
     assert is_whole(good, 1.0)
 
 
@@ -337,9 +332,9 @@ def test_what_a_rank_could_not_write_is_told_for_it_and_nothing_is_left(
     first, second = parts_of(1.0, 2)
     write_rank(folder, 0, first)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_flush", fail)
+        patch.setattr(checkpoint, "flush", fail)
         write_rank(folder, 1, second)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(DiskError) as caught:
         commit_checkpoint(folder, info_of(2), 2, timeout_s=0)
     message = str(caught.value)
     assert f"{folder}: checkpoint not written: learner rank 1: " in message

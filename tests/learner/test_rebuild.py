@@ -17,6 +17,7 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from g2rpo_ray.common.errors import InputError, RunError
+from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.learner import ranks as ranks_module
 from g2rpo_ray.learner import waiting as answers
 from g2rpo_ray.learner.checkpoints import format as checkpoint
@@ -174,13 +175,13 @@ def test_a_disk_that_is_full_is_named_by_the_next_call_and_the_last_good_one_sta
     ray.get(group.ranks[0].__ray_call__.remote(_limit_files))
     group.save(bad, info_of(2))
     ray.get(group.ranks[0].__ray_call__.remote(_await_writer))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(DiskError) as caught:
         group.update(groups)
     message = str(caught.value)
     assert f"{bad}: checkpoint not written: learner rank 0" in message
     assert f"{WEIGHTS_FILE.format(0)}: " in message
     assert "File too large" in message
-    with pytest.raises(CheckpointError, match="File too large"):
+    with pytest.raises(DiskError, match="File too large"):
         group.finish_save()
     assert list(good.parent.iterdir()) == [good]
     open_checkpoint(good)

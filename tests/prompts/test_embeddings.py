@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from g2rpo_ray.common.errors import RunError
+from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.fingerprint import folder_fingerprint
@@ -246,7 +247,7 @@ def test_a_full_disk_is_said_before_anything_is_encoded(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(EmbedError, match=r"\d+ kB are needed and 1 kB are free; use --limit"):
+    with pytest.raises(DiskError, match=r"fewer with --limit.* takes \d+ kB, and 1 kB are free"):
         run(tiny_config(tmp_path), str(text_file(tmp_path)), tmp_path / "o", Selection(), OPTIONS)
 
 

@@ -14,21 +14,20 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import Config, LoraSection, save_config
+from g2rpo_ray.config import Config, LoraSection
 from g2rpo_ray.evaluation.sample import SampleOptions, sample
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
-from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_weights
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.catalogue import CATALOGUE
 from g2rpo_ray.models.loading import ModelFolderError
-from g2rpo_ray.models.policy import load_policy
+from g2rpo_ray.models.rounding import Arrived, Rounding
 from g2rpo_ray.models.saving import ADAPTER_FILE
-from g2rpo_ray.models.weights import trainable_parameters
-from g2rpo_ray.run.export import ExportError, Form, export, model_card
+from g2rpo_ray.run.export import Exported, ExportError, Form, export, model_card
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.weights import SampleError, trained_kind
-from tests.states import write_checkpoint
-from tests.tiny import CAPTIONS, tiny_config
+from tests.states import make_run
+from tests.tiny import CAPTIONS, equal_weights
 
 SEED = 3
 KINDS = {
@@ -36,22 +35,6 @@ KINDS = {
     # A scale of 2.5, which a loader that ignores alpha would not apply.
     "lora": ["model.lora={rank: 4, alpha: 10.0}"],
 }
-
-
-def make_run(run_dir: Path, *overrides: str) -> Config:
-    """A run with one checkpoint, whose weights are some way from the base model's."""
-    config = tiny_config(run_dir, "sampling.steps=4", "evaluation.steps=4", *overrides)
-    state = {}
-    for name, parameter in trainable_parameters(load_policy(config)).items():
-        change = noise.normal(tuple(parameter.shape), "trained", name) * 0.02
-        state[f"weight.{name}"] = parameter.detach() + change
-        state[f"ema.{name}"] = parameter.detach() + change / 2
-        state |= {f"{m}.{name}": torch.zeros_like(change) for m in ("exp_avg", "exp_avg_sq")}
-    kind = "full" if config.model.lora is None else "lora rank 4 alpha 10"
-    folder = checkpoint_folder(run_dir, 7)
-    write_checkpoint(folder, CheckpointInfo(7, 7, 7, 100, 1.0, kind, config.seed), state)
-    save_config(config, run_dir / "config.yaml")
-    return config
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +88,7 @@ def test_an_exported_adapter_gives_a_plain_pipeline_the_same_picture(
     runs: dict[str, Config], tmp_path: Path
 ) -> None:
     config, folder = runs["lora"], tmp_path / "adapter"
-    assert export(config, folder) == "adapter"
+    assert export(config, folder).form == "adapter"
     assert len({file.stat().st_mode for file in folder.iterdir()}) == 1, "not to be handed on"
     ours = draw(config, "last", tmp_path / "ours")
     pipeline = base_pipeline()
@@ -121,7 +104,7 @@ def test_an_exported_transformer_gives_a_plain_pipeline_the_same_picture(
     runs: dict[str, Config], tmp_path: Path, kind: str
 ) -> None:
     config, folder = runs[kind], tmp_path / "transformer"
-    form = export(config, folder, merge=kind == "lora", max_shard_size="2MB")
+    form = export(config, folder, merge=kind == "lora", max_shard_size="2MB").form
     assert form == ("merged" if kind == "lora" else "full")
     assert len(list(folder.glob("diffusion_pytorch_model-*.safetensors"))) > 1
     ours = draw(config, "last", tmp_path / "ours")
@@ -219,10 +202,10 @@ def test_the_card_shows_the_scores_of_these_weights_alone(
 
 
 def test_the_card_names_the_modules_that_were_trained(runs: dict[str, Config]) -> None:
-    config = runs["full"]
+    config, exported = runs["full"], Exported("full", torch.float32, Arrived())
     model = config.model.model_copy(update={"trained_modules": ["attn.to_q", "attn.to_k"]})
     cards = {
-        kind: model_card(config, CheckpointInfo(7, 7, 7, 100, 1.0, kind, 0), "full").text
+        kind: model_card(config, CheckpointInfo(7, 7, 7, 100, 1.0, kind, 0), exported).text
         for kind in (trained_kind(config.model), trained_kind(model))
     }
     whole, part = cards.values()
@@ -239,7 +222,9 @@ def test_the_hub_reads_what_kind_of_model_it_is(
     folder.symlink_to(resolve_path(config.model.path))
     model = config.model.model_copy(update={"path": str(folder)})
     info = CheckpointInfo(7, 7, 7, 100, 1.0, trained_kind(model), 0)
-    model_card(config.model_copy(update={"model": model}), info, form).save(tmp_path / "README.md")
+    exported = Exported(form, torch.float32, Arrived())
+    card = model_card(config.model_copy(update={"model": model}), info, exported)
+    card.save(tmp_path / "README.md")
     head = ModelCard.load(tmp_path / "README.md").data
     assert (head.library_name, head.pipeline_tag) == ("diffusers", "text-to-image")
     assert (head.base_model, head["base_model_relation"]) == (
@@ -248,7 +233,9 @@ def test_the_hub_reads_what_kind_of_model_it_is(
     )
     assert (head.license, head.license_name) == ("other", "flux-1-dev-non-commercial-license")
     assert ("lora" in head.tags) == (form == "adapter")
-    assert "base_model" not in model_card(config, info, form).data.to_dict(), "no model of the hub"
+    assert "base_model" not in model_card(config, info, exported).data.to_dict(), (
+        "no model of the hub"
+    )
 
 
 def test_the_base_model_is_not_exported(runs: dict[str, Config], tmp_path: Path) -> None:
@@ -262,7 +249,7 @@ def test_a_place_for_pictures_that_cannot_be_written_is_named_before_anything_is
 ) -> None:
     monkeypatch.setattr("g2rpo_ray.evaluation.sample.load_source", None)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(SampleError, match=r"--out .*/file: pictures cannot be written there"):
+    with pytest.raises(SampleError, match=r"--out .*/file: cannot be written: "):
         draw(runs["full"], "last", tmp_path / "file")
     (tmp_path / "file").unlink()
 
@@ -292,6 +279,56 @@ def test_large_pictures_are_drawn_in_tiles(
     assert tiled
 
 
+def test_a_small_update_that_rounding_loses_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Merged to the nearest bfloat16 most is lost; of the adapter, and in float32, nothing."""
+    config = make_run(tmp_path / "run", *KINDS["lora"], "model.dtype=bfloat16", moved=1e-4)
+    score = {"iteration": 7, "kind": "evaluation", "heldout/clip": 0.2}
+    (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(score) + "\n")
+    ways: dict[str, tuple[bool, Rounding]] = {
+        "adapter": (False, "nearest"),
+        "nearest": (True, "nearest"),
+        "stochastic": (True, "stochastic"),
+        "again": (True, "stochastic"),
+        "float32": (True, "none"),
+    }
+    found = {}
+    for way, (merge, rounding) in ways.items():
+        caplog.clear()
+        found[way] = export(config, tmp_path / way, merge=merge, rounding=rounding).arrived
+        assert ("of the trained update was lost" in caplog.text) == (way == "nearest")
+        card = (tmp_path / way / "README.md").read_text()
+        assert str(found[way]) in card
+        # The run was judged with the adapter beside the weights.
+        assert ("these weights were not evaluated" in card) == (way == "nearest")
+    shares = {way: arrived.share for way, arrived in found.items()}
+    assert shares.pop("nearest") < 0.3
+    assert shares == pytest.approx(dict.fromkeys(shares, 1.0), abs=0.01)
+    assert found["nearest"].changed < 0.1 * found["nearest"].weights
+    assert found["adapter"].cosine > 0.9999 < found["float32"].cosine
+    file = "diffusion_pytorch_model.safetensors"
+    seeded, again = ((tmp_path / way / file).read_bytes() for way in ("stochastic", "again"))
+    assert seeded == again
+    # What the file holds is what was counted.
+    written = load_file(tmp_path / "nearest" / file)
+    base = load_file(resolve_path(config.model.path) / "transformer" / file)
+    moved = [(written[n].float() - base[n].bfloat16().float()).count_nonzero() for n in base]
+    assert int(sum(moved)) == found["nearest"].changed
+    assert {t.dtype for t in load_file(tmp_path / "float32" / file).values()} == {torch.float32}
+
+
+def test_all_weights_in_float32_are_those_that_the_optimizer_has(tmp_path: Path) -> None:
+    config = make_run(tmp_path / "run", "model.dtype=bfloat16", moved=1e-4)
+    nearest = export(config, tmp_path / "nearest").arrived
+    exact = export(config, tmp_path / "float32", rounding="none").arrived
+    assert (nearest.is_lost, exact.is_lost) == (True, False)
+    written = load_file(tmp_path / "float32" / "diffusion_pytorch_model.safetensors")
+    weights = read_weights(checkpoint_folder(Path(config.run_dir), 7))
+    assert equal_weights(written, weights)
+    assert "torch_dtype=torch.float32" in (tmp_path / "float32" / "README.md").read_text()
+
+
 def test_a_folder_that_is_there_is_not_touched(runs: dict[str, Config], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(ExportError, match="is there already"):
@@ -299,14 +336,14 @@ def test_a_folder_that_is_there_is_not_touched(runs: dict[str, Config], tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_disk_that_fails_leaves_nothing(
+def test_a_place_that_refuses_leaves_nothing(
     runs: dict[str, Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(FluxTransformer2DModel, "save_pretrained", full)
-    with pytest.raises(ExportError, match="No space left on device"):
+    monkeypatch.setattr(FluxTransformer2DModel, "save_pretrained", refuse)
+    with pytest.raises(ExportError, match=r"out: cannot be written: .*Permission denied"):
         export(runs["full"], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
@@ -147,10 +148,8 @@ def test_a_full_disk_leaves_the_settings_of_before(
 
     monkeypatch.setattr("os.fsync", full)
     run = open_run(mistyped := config_of(folder, "learner.learning_rate=1e-5"), "auto")
-    with pytest.raises(RunFolderError) as caught:
+    with pytest.raises(DiskError, match=r"config\.yaml: cannot be written: No space left on dev"):
         begin_life(run, mistyped)
-    message = str(caught.value)
-    assert "cannot be written: [Errno 28] No space left on device" in message
     assert load_config(folder / "config.yaml") == config
 
 

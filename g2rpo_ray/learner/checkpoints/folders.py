@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from g2rpo_ray.common.files import writing
 from g2rpo_ray.learner.checkpoints.parts import CheckpointError
 
 SNAPSHOTS = "snapshots"
@@ -34,7 +35,7 @@ def delete_old_checkpoints(
     what the next ``--resume auto`` takes. Snapshots are of no use beside a newer checkpoint.
 
     Raises:
-        CheckpointError: one cannot be deleted.
+        DiskError, CheckpointError: one cannot be deleted.
     """
     checkpoints = list_checkpoints(run_dir)
     until_now = [folder for folder in checkpoints if folder <= newest]
@@ -54,18 +55,18 @@ def delete_states_from(run_dir: Path, iteration: int) -> None:
     """Delete a run's checkpoints and snapshots of ``iteration`` and later.
 
     Raises:
-        CheckpointError: one cannot be deleted.
+        DiskError, CheckpointError: one cannot be deleted.
     """
     _delete([state for state in list_states(run_dir) if iteration_of(state) >= iteration])
 
 
 def _delete(folders: Sequence[Path]) -> None:
-    try:
+    if not folders:
+        return
+    with writing(folders[0].parent, CheckpointError):
         # All first: a process that ends in between leaves none of them under its name.
         for hidden in [hide(folder) for folder in folders]:
             shutil.rmtree(hidden)
-    except OSError as error:
-        raise CheckpointError(f"{folders[0].parent}: not all could be deleted: {error}") from error
 
 
 def hide(folder: Path) -> Path:

@@ -15,7 +15,6 @@ order and noise are functions of seed and iteration, so there is no other state 
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +22,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from safetensors import SafetensorError
 from torch import Tensor
 
-from g2rpo_ray.common.files import replace_text, sha256_of_file
+from g2rpo_ray.common.files import (
+    DiskError,
+    check_room,
+    flush,
+    replace_text,
+    sha256_of_file,
+    writing,
+)
 from g2rpo_ray.learner.checkpoints.folders import hide
 from g2rpo_ray.learner.checkpoints.parts import (
     CheckpointError,
@@ -66,16 +71,21 @@ class CheckpointInfo:
     """Fingerprint of the base model's weights that training began with; empty: not known."""
 
 
-def prepare_checkpoint(folder: Path) -> None:
+def prepare_checkpoint(folder: Path, size_bytes: int = 0) -> None:
     """Make the place where the ranks write, without the left-overs of earlier tries.
 
+    Args:
+        size_bytes: of what all ranks will write.
+
     Raises:
-        CheckpointError: the disk is full or read-only.
+        DiskError: the disk is full or read-only, or has less room.
+        CheckpointError: the system allows no writing there.
     """
     with _removed_on_failure(folder):
         for left_over in folder.parent.glob(".iteration_*"):
             shutil.rmtree(left_over)
         _temporary(folder).mkdir(parents=True)
+        check_room(folder, size_bytes, "a checkpoint")
 
 
 def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
@@ -84,7 +94,8 @@ def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
     A full disk, or what was read back and differs, is noted for ``commit_checkpoint`` to raise.
 
     Raises:
-        CheckpointError: not even that could be noted.
+        DiskError: not even that could be noted.
+        CheckpointError: the place is not there.
     """
     temporary = _temporary(folder)
     if not temporary.is_dir():
@@ -101,7 +112,7 @@ def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
     with _removed_on_failure(folder):
         try:
             note["files"] = {n: _write_file(temporary / n, c) for n, c in contents.items()}
-        except CheckpointError as error:
+        except (DiskError, CheckpointError) as error:
             note["error"] = f"learner rank {rank}: {error}"
             # On a full disk this makes room for the note.
             for name in contents:
@@ -111,21 +122,20 @@ def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
 
 def _write_file(path: Path, parts: Sequence[StatePart]) -> str:
     """SHA-256 of what was written, flushed, and found equal when it was read back."""
-    try:
+    with writing(path, CheckpointError):
         write_parts(path, parts)
-        _flush(path)
+        flush(path)
         if not equals_file(path, parts):
-            raise CheckpointError(f"what was read back of {path} differs")
+            raise DiskError(f"what was read back of {path} differs")
         return sha256_of_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
 def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s: float) -> None:
     """Wait until all ranks have written their parts, and give the checkpoint its name.
 
     Raises:
-        CheckpointError: a rank could not write, or did not in time; the disk is full or read-only.
+        DiskError: the disk is full or read-only, for a rank or here, or gave back something else.
+        CheckpointError: a rank did not write in time.
     """
     temporary = _temporary(folder)
     notes = [temporary / RANK_FILE.format(rank) for rank in range(ranks)]
@@ -146,16 +156,16 @@ def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s:
         for note in notes:
             written = json.loads(note.read_text())
             if "error" in written:
-                raise CheckpointError(f"{folder}: checkpoint not written: {written['error']}")
+                raise DiskError(f"{folder}: checkpoint not written: {written['error']}")
             files |= written["files"]
             note.unlink()
         content = {"format": FORMAT, **asdict(info), "files": files}
         replace_text(temporary / "state.json", json.dumps(content, indent=1))
-        _flush(temporary)
+        flush(temporary)
         # A checkpoint of this iteration may be there when a run was resumed from an older one.
         replaced = hide(folder) if folder.exists() else None
         temporary.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
         if replaced is not None:
             shutil.rmtree(replaced)
 
@@ -253,14 +263,6 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     return CheckpointInfo(**content), files
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _temporary(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.writing")
 
@@ -269,9 +271,8 @@ def _temporary(folder: Path) -> Path:
 def _removed_on_failure(folder: Path) -> Iterator[None]:
     """A half-written checkpoint goes; what was there before stays."""
     try:
-        yield
-    except BaseException as error:
+        with writing(folder, CheckpointError):
+            yield
+    except BaseException:
         shutil.rmtree(_temporary(folder), ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            raise CheckpointError(f"{folder}: checkpoint not written: {error}") from error
         raise

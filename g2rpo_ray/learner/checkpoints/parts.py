@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,7 +18,7 @@ PLACES = "places"
 
 
 class CheckpointError(InputError):
-    """A checkpoint cannot be written or used; the message names the file and the cause."""
+    """A checkpoint cannot be used, or not be written as configured; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,14 @@ def write_parts(path: Path, parts: Sequence[StatePart]) -> None:
 
 def equals_file(path: Path, parts: Sequence[StatePart]) -> bool:
     """Whether the file holds these parts to the bit; reads one tensor at a time."""
-    with safe_open(path, framework="pt") as file:
-        names = set(file.keys())
-        return names == {part.key for part in parts} and all(
-            torch.equal(file.get_tensor(part.key), part.data) for part in parts
-        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            return names == {part.key for part in parts} and all(
+                torch.equal(file.get_tensor(part.key), part.data) for part in parts
+            )
+    except SafetensorError:
+        return False
 
 
 class StateReader(Mapping[str, Tensor]):
