@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from g2rpo_ray.cluster.demand import living_nodes
+from g2rpo_ray.cluster.demand import autoscaler_says, living_nodes
 from g2rpo_ray.cluster.postmortem import Place, error_of, first_line, own_place, report
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
@@ -251,7 +251,7 @@ class Crew:
             f"{self._start_timeout_s:g} s; there are: {found or 'none'} (placing = waiting for "
             f"CPU {settings.cpus_per_worker:g}, GPU {settings.gpus_per_worker:g} on one node, or "
             f"for a process to start there). Free by node: {free}. "
-            f"Avoided nodes: {self._avoided() or 'none'}"
+            f"Avoided nodes: {self._avoided() or 'none'}.{autoscaler_says()}"
         )
 
     def handle(self, event: Event) -> Member | None:
