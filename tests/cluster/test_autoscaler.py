@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.cluster.autoscaling import IDLE_NODE_S, Autoscaled, autoscaled
 from tests.integration.command import TIMEOUT_S, Command, train, wait_until
@@ -47,7 +48,7 @@ ELASTIC = [
     "rewards.slow.upscale_delay_s=0.5",
     "rewards.slow.downscale_delay_s=3",
 ]
-LOAD_AND_CALM = ["iterations=5", "sampling.prompts_per_iteration=1", "evaluation.prompts=40"]
+LOAD_AND_CALM = ["iterations=16", "sampling.prompts_per_iteration=1", "evaluation.prompts=40"]
 """Held-out pictures before and after training are work for three workers, an iteration for one."""
 PREEMPTED = ["iterations=3", "sampling.prompts_per_iteration=6", "evaluation.prompts=1"]
 
@@ -121,6 +122,38 @@ def finish(command: Command, timeline: Timeline) -> None:
     wait_until(lambda: timeline.look().nodes == 1, "idle nodes to go", 10 * IDLE_NODE_S, 0.5)
 
 
+def nodes_go_while_a_checkpoint_is_written(command: Command, timeline: Timeline) -> None:
+    """Hold the learner when it has begun to write one, until nodes have gone."""
+    run_dir, seen = timeline.run_dir, 0
+    while command.process.poll() is None:
+        timeline.look()
+        learners = timeline.cluster.processes("ray::Learner")
+        until_s = time.monotonic() + 0.5
+        while (iteration := len(records(run_dir))) == seen and time.monotonic() < until_s:
+            time.sleep(0.01)
+        if iteration == seen:
+            continue
+        # It begins right after the record.
+        seen = iteration
+        for learner in learners:
+            learner.suspend()
+        try:
+            if not checkpoint_folder(run_dir, seen).exists():
+                wait_until_nodes_go(timeline)
+                assert not checkpoint_folder(run_dir, seen).exists()
+                return
+        finally:
+            for learner in learners:
+                learner.resume()
+    raise AssertionError("no checkpoint was seen while it was written")
+
+
+def wait_until_nodes_go(timeline: Timeline) -> None:
+    before = timeline.look()
+    wait_until(lambda: timeline.look().nodes < before.nodes, "idle nodes to go", 120, 0.5)
+    print(f"checkpoint {before.iteration} held: {before.nodes} nodes, then {timeline.look().nodes}")
+
+
 def summary(run_dir: Path) -> tuple[str, int]:
     """Checksum of the weights, and evaluations of the network."""
     values = json.loads((run_dir / "summary.json").read_text())
@@ -153,6 +186,7 @@ def test_nodes_come_on_demand_and_go_when_idle(
     command = elastic(tmp_path, cluster, *LOAD_AND_CALM)
     timeline = Timeline(cluster, tmp_path / "elastic")
     try:
+        nodes_go_while_a_checkpoint_is_written(command, timeline)
         finish(command, timeline)
         timeline.print(f"autoscaler v{cluster.version}")
         assert cluster.asked_for() == []
@@ -161,13 +195,13 @@ def test_nodes_come_on_demand_and_go_when_idle(
     assert timeline.moments[0].nodes == 1
     assert timeline.most("nodes") >= 5
     assert (timeline.most("workers"), timeline.most("replicas")) == (3, 3)
-    training = [m for m in timeline.moments if 0 < m.iteration < 5]
+    training = [m for m in timeline.moments if 0 < m.iteration < 16]
     assert min(m.workers for m in training) == 1
     assert min(m.nodes for m in training) == 3
     recorded = records(tmp_path / "elastic")
     assert recorded[0]["cluster/nodes"] > recorded[-1]["cluster/nodes"]
     assert sum(record["rollout/replaced"] for record in recorded) == 0
-    assert "proved weights 5" in command.text
+    assert "proved weights 16" in command.text
     assert "had nothing to do" in command.text
     assert summary(tmp_path / "elastic") == alone(*LOAD_AND_CALM)
 
