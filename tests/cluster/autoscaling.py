@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.autoscaler._private.fake_multi_node.node_provider import (
     FAKE_HEAD_NODE_ID,
     FakeMultiNodeProvider,
@@ -87,7 +87,8 @@ class Autoscaled:
 
     def nodes_with(self, title: str) -> list[psutil.Process]:
         """Raylets below which such a process runs."""
-        return [p.parent() for p in self.processes(title) if p.is_running()]
+        found = [process.parent() for process in self.processes(title)]
+        return [raylet for raylet in found if raylet is not None]
 
     def logs(self) -> str:
         """The end of what the autoscaler has written."""

@@ -23,7 +23,7 @@ from tests.tiny import tiny_config
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
-NODE = {"resources": {"CPU": 1, "object_store_memory": 100_000_000}, "max_workers": 6}
+NODE: dict[str, Any] = {"resources": {"CPU": 1, "object_store_memory": 100_000_000}, "max_workers": 6}
 """Room for one worker or replica."""
 HEAD_CPUS = 1.0
 """For the learner; nobody else finds room there."""
