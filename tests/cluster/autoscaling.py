@@ -87,8 +87,8 @@ class Autoscaled:
 
     def nodes_with(self, title: str) -> list[psutil.Process]:
         """Raylets below which such a process runs."""
-        found = [process.parent() for process in self.processes(title)]
-        return [raylet for raylet in found if raylet is not None]
+        above = [parent for process in self.processes(title) for parent in process.parents()]
+        return [parent for parent in above if parent.name() == "raylet"]
 
     def logs(self) -> str:
         """The end of what the autoscaler has written."""

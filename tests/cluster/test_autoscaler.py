@@ -23,7 +23,11 @@ from tests.tiny import tiny_config
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
-NODE: dict[str, Any] = {"resources": {"CPU": 1, "object_store_memory": 100_000_000}, "max_workers": 6}
+STORE_BYTES = 100_000_000
+NODE: dict[str, Any] = {
+    "resources": {"CPU": 1, "object_store_memory": STORE_BYTES},
+    "max_workers": 6,
+}
 """Room for one worker or replica."""
 HEAD_CPUS = 1.0
 """For the learner; nobody else finds room there."""
