@@ -177,6 +177,8 @@ def _settings(port: int, cpus: float, types: dict[str, dict[str, Any]]) -> dict[
         "head_node_type": "ray.head.default",
         "upscaling_speed": 1.0,
         "idle_timeout_minutes": IDLE_NODE_S / 60,
+        "auth": {},
+        "docker": {},
         "file_mounts": {},
         **{name: [] for name in NO_COMMANDS},
     }
