@@ -223,8 +223,8 @@ class Crew:
         for member in idle[:spare]:
             self.dismiss(member)
             self._tell(
-                f"{member.name} had nothing to do for {limit_s:g} s (rollout.idle_timeout_s): "
-                f"it ends, and its place is free"
+                f"{member.name} ends, its place is free: no work for it in {limit_s:g} s "
+                "(rollout.idle_timeout_s)"
             )
         return idle[:spare]
 

@@ -35,26 +35,29 @@ WORKER, REPLICA = "ray::RolloutActor", "ray::ServeReplica"
 
 SETTINGS = [
     "rollout.workers=1",
-    "rollout.cpus_per_worker=1",
     "learner.ranks=1",
-    "learner.cpus_per_rank=1",
     "checkpoint.every=1",
     "cluster.start_timeout_s=240",
-    "rewards={slow: {kind: python, cpus_per_replica: 1, options: "
+    "rewards={slow: {kind: python, options: "
     "{target: 'tests.rewards.fakes:SlowScorer', options: {seconds: 0}}}}",
 ]
 ELASTIC = [
     "rollout.max_workers=3",
     "rollout.idle_timeout_s=3",
+    "rollout.cpus_per_worker=1",
+    "learner.cpus_per_rank=1",
+    "rewards.slow.cpus_per_replica=1",
     "rewards.slow.options.options.seconds=1.5",
     "rewards.slow.max_replicas=3",
     "rewards.slow.requests_per_replica=0.5",
     "rewards.slow.upscale_delay_s=0.5",
     "rewards.slow.downscale_delay_s=3",
 ]
+ALONE = ["rollout.cpus_per_worker=0.5", "rewards.slow.cpus_per_replica=0.1"]
 LOAD_AND_CALM = ["iterations=16", "sampling.prompts_per_iteration=1", "evaluation.prompts=40"]
 """Held-out pictures before and after training are work for three workers, an iteration for one."""
 PREEMPTED = ["iterations=3", "sampling.prompts_per_iteration=6", "evaluation.prompts=1"]
+MUCH_AT_ONCE = ["iterations=1", "sampling.prompts_per_iteration=12", "evaluation.prompts=1"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Moment:
 
 
 def elastic(folder: Path, cluster: Autoscaled, *overrides: str) -> Command:
+    folder.mkdir(exist_ok=True)
     config = tiny_config(
         folder / "elastic", *SETTINGS, *ELASTIC, *overrides, f"cluster.address={cluster.address}"
     )
@@ -171,7 +175,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[str, 
     @cache
     def summary_of(*overrides: str) -> tuple[str, int]:
         run_dir = tmp_path_factory.mktemp("alone") / "alone"
-        command = train(tiny_config(run_dir, *SETTINGS, *overrides))
+        command = train(tiny_config(run_dir, *SETTINGS, *ALONE, *overrides))
         assert command.wait() == 0, command.text
         return summary(run_dir)
 
@@ -206,7 +210,7 @@ def test_nodes_come_on_demand_and_go_when_idle(
     assert recorded[0]["cluster/nodes"] > recorded[-1]["cluster/nodes"]
     assert sum(record["rollout/replaced"] for record in recorded) == 0
     assert "proved weights 16" in command.text
-    assert "had nothing to do" in command.text
+    assert "(rollout.idle_timeout_s)" in command.text
     assert summary(tmp_path / "elastic") == alone(*LOAD_AND_CALM)
 
 
@@ -241,7 +245,9 @@ def take_away(raylet: psutil.Process) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_nodes_that_never_come_are_told_of(version: int, tmp_path: Path) -> None:
+def test_nodes_that_never_come_are_told_of(
+    version: int, alone: Callable[..., tuple[str, int]], tmp_path: Path
+) -> None:
     types = {"small": NODE | {"max_workers": 2}, "never": {"resources": {"CPU": 4}}}
     with autoscaled(version, HEAD_CPUS, types) as cluster:
         started_s = time.monotonic()
@@ -254,9 +260,11 @@ def test_nodes_that_never_come_are_told_of(version: int, tmp_path: Path) -> None
         assert "no room for the run within 20 s (cluster.start_timeout_s)" in command.text
         assert "rollout.workers: one process asks for 2 CPU" in command.text
         assert cluster.asked_for() == []
-        # Room for the worker that it starts with and a replica, but for no more.
-        command = elastic(tmp_path / "few", cluster, *LOAD_AND_CALM, "cluster.start_timeout_s=20")
+        # Room for the worker that it starts with and for a replica, but for no more.
+        late = ("cluster.start_timeout_s=60", "rewards.slow.options.options.seconds=3")
+        command = elastic(tmp_path / "few", cluster, *MUCH_AT_ONCE, *late)
         assert command.wait() == 0, command.text
         print(command.text)
         assert "no place yet for 2 more; going on with 1" in command.text
         assert cluster.asked_for() == []
+    assert summary(tmp_path / "few" / "elastic") == alone(*MUCH_AT_ONCE)

@@ -145,7 +145,7 @@ def test_members_without_work_end_and_come_again_with_it(
     # The newest has a task: the next one goes, and no more than there is no work for.
     assert [member.number for member in crew.release(clock.now_s, busy={2})] == [1]
     assert crew.release(clock.now_s) == []
-    assert "had nothing to do for 10 s (rollout.idle_timeout_s)" in told[0]
+    assert "no work for it in 10 s (rollout.idle_timeout_s)" in told[0]
     crew.praise(crew.members[2], "rollout")
     crew.work = 0
     # The last one of min_workers stays, and who has just worked.

@@ -231,7 +231,7 @@ def test_workers_without_work_end_also_while_the_driver_is_busy_elsewhere(
     with pool.resting():
         time.sleep(1 + 4 * POLL_S)
     assert len(pool.workers) == 1
-    assert "had nothing to do for 1 s" in " ".join(told)
+    assert "no work for it in 1 s" in " ".join(told)
     # One prompt is work for one worker.
     assert generate(pool, "slow") == expected(1)
     assert len(pool._crew.members) == 1
