@@ -130,6 +130,9 @@ class RolloutPool:
     @contextmanager
     def resting(self) -> Iterator[None]:
         """While the caller is busy elsewhere and leaves the pool alone: idle workers may end."""
+        if self._settings.idle_timeout_s is None:
+            yield
+            return
         over = threading.Event()
 
         def rest() -> None:

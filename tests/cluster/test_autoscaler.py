@@ -205,7 +205,8 @@ def test_nodes_come_on_demand_and_go_when_idle(
     assert (timeline.most("workers"), timeline.most("replicas")) == (3, 3)
     training = [m for m in timeline.moments if 0 < m.iteration < 16]
     assert min(m.workers for m in training) == 1
-    assert min(m.nodes for m in training) == 3
+    # The replicas have work of their own: two workers went, with their nodes.
+    assert min(m.nodes for m in training) <= timeline.most("nodes") - 2
     recorded = records(tmp_path / "elastic")
     assert recorded[0]["cluster/nodes"] > recorded[-1]["cluster/nodes"]
     assert sum(record["rollout/replaced"] for record in recorded) == 0
