@@ -54,7 +54,7 @@ ELASTIC = [
     "rewards.slow.downscale_delay_s=3",
 ]
 ALONE = ["rollout.cpus_per_worker=0.5", "rewards.slow.cpus_per_replica=0.1"]
-LOAD_AND_CALM = ["iterations=16", "sampling.prompts_per_iteration=1", "evaluation.prompts=40"]
+LOAD_AND_CALM = ["iterations=8", "sampling.prompts_per_iteration=1", "evaluation.prompts=40"]
 """Held-out pictures before and after training are work for three workers, an iteration for one."""
 PREEMPTED = ["iterations=3", "sampling.prompts_per_iteration=6", "evaluation.prompts=1"]
 MUCH_AT_ONCE = ["iterations=1", "sampling.prompts_per_iteration=12", "evaluation.prompts=1"]
@@ -203,14 +203,14 @@ def test_nodes_come_on_demand_and_go_when_idle(
     assert timeline.moments[0].nodes == 1
     assert timeline.most("nodes") >= 5
     assert (timeline.most("workers"), timeline.most("replicas")) == (3, 3)
-    training = [m for m in timeline.moments if 0 < m.iteration < 16]
+    training = [m for m in timeline.moments if 0 < m.iteration < 8]
     assert min(m.workers for m in training) == 1
     # The replicas have work of their own: two workers went, with their nodes.
     assert min(m.nodes for m in training) <= timeline.most("nodes") - 2
     recorded = records(tmp_path / "elastic")
     assert recorded[0]["cluster/nodes"] > recorded[-1]["cluster/nodes"]
     assert sum(record["rollout/replaced"] for record in recorded) == 0
-    assert "proved weights 16" in command.text
+    assert "proved weights 8" in command.text
     assert "(rollout.idle_timeout_s)" in command.text
     assert summary(tmp_path / "elastic") == alone(*LOAD_AND_CALM)
 
