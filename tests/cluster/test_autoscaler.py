@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ class Moment:
     iteration: int
     """Last one on record."""
 
+    def is_like(self, other: "Moment | None") -> bool:
+        """Whether only time and iteration have gone on."""
+        return other is not None and (self.nodes, self.workers, self.replicas) == (
+            other.nodes, other.workers, other.replicas
+        )  # fmt: skip
+
 
 def elastic(folder: Path, cluster: Autoscaled, *overrides: str) -> Command:
     folder.mkdir(exist_ok=True)
@@ -113,10 +120,17 @@ class Timeline:
         return max(getattr(moment, what) for moment in self.moments)
 
     def print(self, title: str) -> None:
-        print(f"\n{title}\n\n| s | nodes | workers | replicas | iterations done |")
-        print("| --- | --- | --- | --- | --- |")
-        for m in self.moments:
-            print(f"| {m.at_s:.0f} | {m.nodes} | {m.workers} | {m.replicas} | {m.iteration} |")
+        """Rows of a table: what there was before, while and after the run trained."""
+        last = self.moments[-1].iteration
+        phases = {"before": lambda i: i == 0, "training": lambda i: 0 < i < last}
+        phases["after"] = lambda i: i == last
+        for phase, within in phases.items():
+            parts = [
+                f"{m.at_s:.0f}: {m.nodes}/{m.workers}/{m.replicas}"
+                for before, m in pairwise([None, *self.moments])
+                if m is not None and within(m.iteration) and not m.is_like(before)
+            ]
+            print(f"| {title}, {phase} | {', '.join(parts)} |")
 
 
 def finish(command: Command, timeline: Timeline) -> None:
@@ -196,7 +210,7 @@ def test_nodes_come_on_demand_and_go_when_idle(
     try:
         nodes_go_while_a_checkpoint_is_written(command, timeline)
         finish(command, timeline)
-        timeline.print(f"autoscaler v{cluster.version}")
+        timeline.print(f"v{cluster.version}")
         assert cluster.asked_for() == []
     finally:
         command.kill()
@@ -230,7 +244,7 @@ def test_a_node_is_taken_away_in_every_iteration(
                 taken += 1
             time.sleep(0.5)
         finish(command, timeline)
-        timeline.print(f"autoscaler v{cluster.version}, a node taken away in every iteration")
+        timeline.print(f"v{cluster.version}, a node taken away in each iteration")
         assert cluster.asked_for() == []
     finally:
         command.kill()
