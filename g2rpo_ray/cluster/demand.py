@@ -121,7 +121,7 @@ def autoscaler_says() -> str:
         (word, " ".join(said.split())) for word, said in (("ordered", ordered), ("failed", failed))
     ]
     parts = [f"{word} {said}" for word, said in told if said and not said.startswith("(no ")]
-    return f" 'ray status' says: {'; '.join(parts)}." if parts else ""
+    return f"; 'ray status' says: {', '.join(parts)}" if parts else ""
 
 
 def shortage(demands: Sequence[Demand], nodes: Sequence[Node], which: str = "total") -> list[str]:

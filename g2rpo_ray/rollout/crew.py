@@ -251,7 +251,7 @@ class Crew:
             f"{self._start_timeout_s:g} s; there are: {found or 'none'} (placing = waiting for "
             f"CPU {settings.cpus_per_worker:g}, GPU {settings.gpus_per_worker:g} on one node, or "
             f"for a process to start there). Free by node: {free}. "
-            f"Avoided nodes: {self._avoided() or 'none'}.{autoscaler_says()}"
+            f"Avoided nodes: {self._avoided() or 'none'}{autoscaler_says()}"
         )
 
     def handle(self, event: Event) -> Member | None:
