@@ -1,5 +1,6 @@
 """Crew: the rollout workers as processes; started, brought up to date, replaced."""
 
+import math
 import threading
 import time
 from collections import Counter
@@ -123,6 +124,8 @@ class Crew:
         self.work = config.rollout.workers
         """Tasks that are not done yet: so many members have something to do."""
         self._start_timeout_s = config.cluster.start_timeout_s
+        self._needed_s = -math.inf
+        """When there was last work for all members."""
         self.members: dict[int, Member] = {}
         self.losses = 0
         self._events: SimpleQueue[Event] = SimpleQueue()
@@ -214,11 +217,15 @@ class Crew:
         settings = self._config.rollout
         limit_s, spare = settings.idle_timeout_s, len(self.members) - self._wanted
         if limit_s is None or spare <= 0:
+            self._needed_s = now_s
             return []
+        # Who loads has its node already, and ends loading first: else it might never get so far.
         idle = [
             member
             for number, member in sorted(self.members.items(), reverse=True)
-            if number not in busy and now_s - member.since_s > limit_s
+            if number not in busy
+            and member.stage in ("placing", "ready")
+            and now_s - max(member.since_s, self._needed_s) > limit_s
         ]
         for member in idle[:spare]:
             self.dismiss(member)

@@ -142,22 +142,45 @@ def test_members_without_work_end_and_come_again_with_it(
     clock.now_s += 11
     assert crew.release(clock.now_s) == []
     crew.work = 2
+    assert crew.release(clock.now_s) == []
+    clock.now_s += 11
     # The newest has a task: the next one goes, and no more than there is no work for.
     assert [member.number for member in crew.release(clock.now_s, busy={2})] == [1]
     assert crew.release(clock.now_s) == []
     assert "no work for it in 10 s (rollout.idle_timeout_s)" in told[0]
     crew.praise(crew.members[2], "rollout")
     crew.work = 0
-    # The last one of min_workers stays, and who has just worked.
-    assert [member.number for member in crew.release(clock.now_s)] == [0]
+    clock.now_s += 5
+    # Nobody was needed less than the others for long enough yet; and the last one stays.
+    assert crew.release(clock.now_s) == []
     clock.now_s += 11
+    assert len(crew.release(clock.now_s)) == 1
     assert crew.release(clock.now_s) == []
     crew.tend(clock.now_s)
-    assert list(crew.members) == [2]
+    assert len(crew.members) == 1
     assert crew.losses == 0
     crew.work = 3
     crew.tend(clock.now_s)
     assert len(crew.members) == 3
+
+
+def test_a_member_that_loads_is_not_ended_for_want_of_work(
+    tmp_path: Path, clock: Clock, told: list[str]
+) -> None:
+    crew = make_crew(tmp_path, clock, told, "rollout.max_workers=3", "rollout.idle_timeout_s=10")
+    crew.work = 3
+    crew.tend(clock.now_s)
+    assert crew.release(clock.now_s) == []
+    first, second, third = crew.members.values()
+    first.stage, second.stage = "ready", "loading"
+    crew.work = 0
+    clock.now_s += 11
+    # What has no place yet is not asked for any more.
+    assert [member.number for member in crew.release(clock.now_s, busy={0})] == [third.number]
+    clock.now_s += 11
+    assert crew.release(clock.now_s, busy={0}) == []
+    second.stage = "ready"
+    assert crew.release(clock.now_s, busy={0}) == [second]
 
 
 def test_members_stay_where_no_idle_time_is_set(

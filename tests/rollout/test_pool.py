@@ -226,7 +226,7 @@ def test_workers_without_work_end_also_while_the_driver_is_busy_elsewhere(
     pool.wait_until_ready()
     deadline_s = time.monotonic() + 120
     while len(pool.workers) < 3:
-        generate(pool, *["slow"] * 3)
+        generate(pool, *["slow"] * 8)
         assert time.monotonic() < deadline_s
     with pool.resting():
         time.sleep(1 + 4 * POLL_S)
