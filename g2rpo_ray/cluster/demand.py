@@ -5,7 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import ray
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray._private.state import available_resources_per_node
+from ray.autoscaler._private.commands import debug_status
+from ray.experimental.internal_kv import _internal_kv_get
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config
@@ -106,6 +109,19 @@ def living_nodes() -> list[Node]:
     return sorted(
         nodes, key=lambda node: ("node:__internal_head__" not in node.total, node.address)
     )
+
+
+def autoscaler_says() -> str:
+    """Nodes that Ray's autoscaler has ordered or failed to get, as ``ray status`` has them."""
+    address = ray.get_runtime_context().gcs_address
+    text = debug_status(_internal_kv_get(DEBUG_AUTOSCALING_STATUS), b"", address=address)
+    ordered, _, rest = text.partition("Pending:")[2].partition("Recent failures:")
+    failed = rest.partition("Resources")[0]
+    told = [
+        (word, " ".join(said.split())) for word, said in (("ordered", ordered), ("failed", failed))
+    ]
+    parts = [f"{word} {said}" for word, said in told if said and not said.startswith("(no ")]
+    return f"; 'ray status' says: {', '.join(parts)}" if parts else ""
 
 
 def shortage(demands: Sequence[Demand], nodes: Sequence[Node], which: str = "total") -> list[str]:

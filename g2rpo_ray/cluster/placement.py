@@ -6,7 +6,14 @@ from contextlib import contextmanager
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from g2rpo_ray.cluster.demand import ClusterError, Demand, living_nodes, overview, shortage
+from g2rpo_ray.cluster.demand import (
+    ClusterError,
+    Demand,
+    autoscaler_says,
+    living_nodes,
+    overview,
+    shortage,
+)
 from g2rpo_ray.config import Config
 
 FIRST_LINE_S, WAIT_LINE_S = 5.0, 30.0
@@ -33,7 +40,8 @@ def wait_for_nodes(config: Config, tell: Tell) -> None:
         raise ClusterError(
             f"the cluster has not {wanted} nodes (cluster.min_nodes) after {timeout_s:g} s "
             f"(cluster.start_timeout_s), only {addresses()}. See why 'ray start' failed on the "
-            "others, or ask for fewer"
+            "others, or ask for fewer (an autoscaler adds none for it, but for roles that ask for "
+            "room)"
         )
 
 
@@ -65,7 +73,7 @@ def placed(
         reasons = shortage(everything, nodes) or ["others use it"]
         tell(
             f"waiting for room, {waited_s:.0f} of {timeout_s:g} s: "
-            f"{overview(everything, nodes)}; {' '.join(reasons)}"
+            f"{overview(everything, nodes)}; {' '.join(reasons)}{autoscaler_says()}"
         )
 
     try:
@@ -88,7 +96,7 @@ def _no_room(demands: Sequence[Demand], timeout_s: float) -> str:
         ]
     return (
         f"no room for the run within {timeout_s:g} s (cluster.start_timeout_s): "
-        f"{overview(demands, nodes)}. {' '.join(reasons)}"
+        f"{overview(demands, nodes)}. {' '.join(reasons)}{autoscaler_says()}"
     )
 
 

@@ -20,6 +20,10 @@ class RolloutSection(Section):
     ``cluster.start_timeout_s`` the run stops."""
     max_workers: int | None = Field(None, ge=1)
     """Workers at most, as the cluster has room for them; none means ``workers``."""
+    idle_timeout_s: float | None = Field(None, gt=0)
+    """A worker above ``min_workers`` that found no prompt for so long ends, so that an autoscaler
+    can take its node; one is asked for again while more prompts wait than there are workers. Choose
+    it longer than an iteration's learning where nodes come slowly. none: workers stay."""
     cpus_per_worker: float = Field(1.0, gt=0)
     """CPUs that Ray reserves for a worker."""
     gpus_per_worker: Gpus = 1.0

@@ -38,14 +38,14 @@ class RewardClient:
     def names(self) -> list[str]:
         return sorted(self.rewards)
 
-    def replicas(self) -> int:
-        """Replicas of all rewards that run now."""
+    def replicas(self) -> dict[str, int]:
+        """Reward name -> replicas that run now."""
         apps = serve.status().applications
-        deployments = [
-            apps[handle.app_name].deployments[handle.deployment_name]
-            for handle in self.handles.values()
-        ]
-        return sum(deployment.replica_states.get("RUNNING", 0) for deployment in deployments)
+        deployments = {
+            name: apps[handle.app_name].deployments[handle.deployment_name]
+            for name, handle in self.handles.items()
+        }
+        return {name: it.replica_states.get("RUNNING", 0) for name, it in deployments.items()}
 
     def submit(
         self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]

@@ -1,9 +1,10 @@
 """Crew: the rollout workers as processes; started, brought up to date, replaced."""
 
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -12,7 +13,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from g2rpo_ray.cluster.demand import living_nodes
+from g2rpo_ray.cluster.demand import autoscaler_says, living_nodes
 from g2rpo_ray.cluster.postmortem import Place, error_of, first_line, own_place, report
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
@@ -73,9 +74,11 @@ class Member:
     """Counts up; a replacement has a new one."""
     handle: Any
     since_s: float
-    """Start of its present stage."""
+    """Start of its present stage, or the end of its last task."""
     role: str
     stage: str = "placing"
+    told: bool = False
+    """Whether it was told that there is no place for it."""
     place: Place | None = None
     weight_version: int = 0
     finished: set[str] = field(default_factory=set)
@@ -117,8 +120,12 @@ class Crew:
     ) -> None:
         self._config, self._scoring, self._hire, self._tell = config, scoring, hire, tell
         self._role = role
-        self._wanted = config.rollout.most_workers
+        self._most = config.rollout.most_workers
+        self.work = config.rollout.workers
+        """Tasks that are not done yet: so many members have something to do."""
         self._start_timeout_s = config.cluster.start_timeout_s
+        self._needed_s = -math.inf
+        """When there was last work for all members."""
         self.members: dict[int, Member] = {}
         self.losses = 0
         self._events: SimpleQueue[Event] = SimpleQueue()
@@ -132,6 +139,13 @@ class Crew:
         self._sync_lock = threading.Lock()
         self._short_since_s: float | None = None
         self._tended_s: float | None = None
+
+    @property
+    def _wanted(self) -> int:
+        settings = self._config.rollout
+        if settings.idle_timeout_s is None:
+            return self._most
+        return min(self._most, max(settings.min_workers, self.work))
 
     @property
     def ready(self) -> list[Member]:
@@ -172,12 +186,54 @@ class Crew:
                     member,
                     f"was {member.stage} for {self._start_timeout_s:g} s (cluster.start_timeout_s)",
                 )
+        self._tell_of_no_place(now_s)
         if len(self.ready) >= self._config.rollout.min_workers:
             self._short_since_s = None
         elif self._short_since_s is None:
             self._short_since_s = now_s
         elif now_s - self._short_since_s > self._start_timeout_s + LONGEST_PAUSE_S:
             raise RolloutError(self.shortage(self._config.rollout.min_workers))
+
+    def _tell_of_no_place(self, now_s: float) -> None:
+        late = [
+            member
+            for member in self.members.values()
+            if member.stage == "placing" and now_s - member.since_s > self._start_timeout_s
+        ]
+        if any(not member.told for member in late):
+            self._tell(
+                f"no place yet for {len(late)} more; going on with {len(self.ready)}, and each "
+                f"joins when there is room: {self.shortage(len(self.members))}"
+            )
+        for member in late:
+            member.told = True
+
+    def release(self, now_s: float, busy: Container[int] = ()) -> list[Member]:
+        """End members for which there was no work for ``rollout.idle_timeout_s``; returns them.
+
+        Args:
+            busy: numbers of those that have a task.
+        """
+        settings = self._config.rollout
+        limit_s, spare = settings.idle_timeout_s, len(self.members) - self._wanted
+        if limit_s is None or spare <= 0:
+            self._needed_s = now_s
+            return []
+        # Who loads has its node already, and ends loading first: else it might never get so far.
+        idle = [
+            member
+            for number, member in sorted(self.members.items(), reverse=True)
+            if number not in busy
+            and member.stage in ("placing", "ready")
+            and now_s - max(member.since_s, self._needed_s) > limit_s
+        ]
+        for member in idle[:spare]:
+            self.dismiss(member)
+            self._tell(
+                f"{member.name} ends, its place is free: no work for it in {limit_s:g} s "
+                "(rollout.idle_timeout_s)"
+            )
+        return idle[:spare]
 
     def _skip_untended(self, now_s: float) -> None:
         last_s = now_s if self._tended_s is None else self._tended_s
@@ -202,7 +258,7 @@ class Crew:
             f"{self._start_timeout_s:g} s; there are: {found or 'none'} (placing = waiting for "
             f"CPU {settings.cpus_per_worker:g}, GPU {settings.gpus_per_worker:g} on one node, or "
             f"for a process to start there). Free by node: {free}. "
-            f"Avoided nodes: {self._avoided() or 'none'}"
+            f"Avoided nodes: {self._avoided() or 'none'}{autoscaler_says()}"
         )
 
     def handle(self, event: Event) -> Member | None:
@@ -229,7 +285,9 @@ class Crew:
         if event.what == "started" and (how := event.future.result()):
             self._tell(f"{member.name}: {how}")
         if event.what == "joined":
-            member.weight_version = event.future.result().version
+            receipt = event.future.result()
+            member.weight_version = receipt.version
+            self._tell(f"{member.name}: proved weights {receipt.version}, {receipt.checksum}")
         if self._sync is not None and member.weight_version < self._weight_version:
             # New, or sent to just before the others got newer weights.
             member.stage = "getting weights"
@@ -251,7 +309,7 @@ class Crew:
 
     def close(self) -> None:
         """End every worker, and start none any more."""
-        self._wanted = 0
+        self._most = 0
         for member in list(self.members.values()):
             self.dismiss(member)
 
@@ -265,6 +323,7 @@ class Crew:
         if not member.finished:
             self._losses_in_row = 0
         member.finished.add(kind)
+        member.since_s = time.monotonic()
         if member.place is not None:
             self._node_failures.pop(member.place.node_id, None)
 

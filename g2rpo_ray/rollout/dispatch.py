@@ -5,7 +5,7 @@ An event costs the same with 8 workers and with 512: queues and a heap, nothing 
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from g2rpo_ray.cluster.deadlines import LearnedDeadline
 
@@ -41,6 +41,11 @@ class Dispatch:
     @property
     def is_done(self) -> bool:
         return self.done == self.tasks
+
+    @property
+    def busy(self) -> Container[int]:
+        """Workers that have a task."""
+        return self._running
 
     def join(self, worker: int, *, seasoned: bool) -> None:
         """A worker that may be given tasks. A new one's first may take as long as the limit says:

@@ -1,9 +1,11 @@
 """RolloutPool: rollout workers as one; prompts handed out one by one, nothing lost."""
 
 import math
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -125,6 +127,26 @@ class RolloutPool:
         """End every worker."""
         self._crew.close()
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """While the caller is busy elsewhere and leaves the pool alone: idle workers may end."""
+        if self._settings.idle_timeout_s is None:
+            yield
+            return
+        over = threading.Event()
+
+        def rest() -> None:
+            while not over.wait(POLL_S):
+                self._crew.release(time.monotonic())
+
+        thread = threading.Thread(target=rest, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def sync(self, sync_workers: SyncWorkers) -> WeightReceipt:
         """Bring new weights to every worker, and to every one that joins later, before its work.
 
@@ -241,11 +263,12 @@ class RolloutPool:
                 done[task] = event.future.result(), references.pop(member.number)[-1]
                 self.busy_s += event.at_s - started_s[member.number]
                 self._crew.praise(member, kind)
+        self._crew.work = 0
         return done
 
     def _next_event(self, dispatch: Dispatch | None = None, kind: str = "") -> Event | None:
         """Wait for an answer to a task; comings and goings of workers are dealt with here."""
-        self._tend()
+        self._tend(dispatch)
         event = self._crew.next_event(POLL_S)
         if dispatch is not None:
             for worker in dispatch.overdue(time.monotonic()):
@@ -292,9 +315,14 @@ class RolloutPool:
                 f"on {member.name}: {cause}; --resume auto continues from the last snapshot"
             )
 
-    def _tend(self) -> None:
+    def _tend(self, dispatch: Dispatch | None = None) -> None:
         # Its cost grows with the number of workers that are starting: not for every answer.
         now_s = time.monotonic()
-        if now_s - self._last_tended_s > POLL_S:
-            self._last_tended_s = now_s
-            self._crew.tend(now_s)
+        if now_s - self._last_tended_s <= POLL_S:
+            return
+        self._last_tended_s = now_s
+        if dispatch is not None:
+            self._crew.work = dispatch.tasks - dispatch.done
+            for member in self._crew.release(now_s, dispatch.busy):
+                dispatch.leave(member.number)
+        self._crew.tend(now_s)

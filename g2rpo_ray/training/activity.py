@@ -2,6 +2,7 @@
 
 import time
 
+from g2rpo_ray.cluster.demand import living_nodes
 from g2rpo_ray.training.heldout import HeldoutEvaluation
 from g2rpo_ray.training.roles import Roles
 
@@ -18,12 +19,14 @@ class Activity:
         now_s, now = time.monotonic(), self._counters()
         values = {name: value - self._last[name] for name, value in now.items()}
         wall_s, self._last_s, self._last = now_s - self._last_s, now_s, now
-        workers = len(self._roles.pool.workers)
-        there = {"rollout": workers, "learner": 1, "rewards": self._roles.rewards.replicas()}
+        workers, replicas = len(self._roles.pool.workers), self._roles.rewards.replicas()
+        there = {"rollout": workers, "learner": 1, "rewards": sum(replicas.values())}
         for role, count in there.items():
             busy_s, there_s = values[f"idle/{role}"], wall_s * count
             values[f"idle/{role}"] = max(0.0, 1.0 - busy_s / there_s) if there_s > 0 else 1.0
-        return {"rollout/workers": workers} | values
+        there_now = {f"reward/{name}/replicas": count for name, count in replicas.items()}
+        there_now |= {"rollout/workers": workers, "cluster/nodes": len(living_nodes())}
+        return there_now | values
 
     def _counters(self) -> dict[str, float]:
         """Since the start; of ``idle/...`` the seconds that were not idle."""

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -115,11 +116,17 @@ class Trainer:
         """
         while True:
             try:
-                with self.session.phase("learn"):
+                with self.away("learn"):
                     return drawn, self.update(drawn)
             except GroupsLostError as lost:
                 self.session.note(f"{lost}; drawing iteration {drawn.iteration} again")
                 drawn = self.draw(drawn.iteration)
+
+    @contextmanager
+    def away(self, phase: str) -> Iterator[None]:
+        """A phase in which the learner works and the driver has nothing for the workers."""
+        with self.session.phase(phase), self.roles.pool.resting():
+            yield
 
     def update(self, drawn: Drawn) -> UpdateReport:
         """The learner's work on an iteration."""
@@ -184,14 +191,14 @@ class Trainer:
 
     def _begin_save(self, folder: Path, keep_also: Sequence[int] = ()) -> None:
         """Have the ranks copy the state of now; waits for the state before to be whole."""
-        with self.session.phase("checkpoint"):
+        with self.away("checkpoint"):
             trained_steps = make_algorithm(self.config).trained_steps(self.iteration)
             info = replace(self.state, trained_steps=trained_steps)
             self.roles.learner.save(checkpoint_folder(folder, self.iteration), info, keep_also)
 
     def finish_save(self) -> None:
         """Wait until the last checkpoint is whole."""
-        with self.session.phase("checkpoint"):
+        with self.away("checkpoint"):
             self.roles.learner.finish_save()
 
     def save_stopped(self, request: StopRequested) -> None:

@@ -64,6 +64,25 @@ class ObedientScorer(RewardScorer):
         return sum(f"\t{word}" in line for line in self._log.read_text().splitlines())
 
 
+class SlowScorer(RewardScorer):
+    """Scores the mean brightness, and takes its time for it."""
+
+    class Options(Section):
+        """Settings of the scorer."""
+
+        seconds: float
+
+    kind = "slow"
+
+    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
+        assert isinstance(options, self.Options)
+        self._seconds = options.seconds
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002
+        time.sleep(self._seconds)
+        return pictures.float().mean(dim=(1, 2, 3)) / 255
+
+
 class CountingScorer(RewardScorer):
     """Scores how many pictures it sees at a time: one that compares them."""
 

@@ -31,6 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(crew_module, "time", clock)
     monkeypatch.setattr(crew_module.ray, "kill", lambda _: None)
     monkeypatch.setattr(crew_module, "living_nodes", lambda: [])
+    monkeypatch.setattr(crew_module, "autoscaler_says", lambda: "")
     return clock
 
 
@@ -42,7 +43,12 @@ def told() -> list[str]:
 @pytest.fixture
 def crew(tmp_path: Path, clock: Clock, told: list[str]) -> Crew:
     """One member, tended to for the first time; answers come from ``answer``."""
-    config = tiny_config(tmp_path, "rollout.workers=1", f"cluster.start_timeout_s={LIMIT_S}")
+    return make_crew(tmp_path, clock, told)
+
+
+def make_crew(tmp_path: Path, clock: Clock, told: list[str], *overrides: str) -> Crew:
+    limit = f"cluster.start_timeout_s={LIMIT_S}"
+    config = tiny_config(tmp_path, "rollout.workers=1", limit, *overrides)
 
     def hire(_avoided: object) -> Any:
         return SimpleNamespace(__ray_call__=MagicMock(), start=MagicMock())
@@ -53,10 +59,12 @@ def crew(tmp_path: Path, clock: Clock, told: list[str]) -> Crew:
 
 
 def answer(crew: Crew, what: str, value: Any, at_s: float) -> None:
+    """Of every member that has not been ready before."""
     future: Future = Future()
     future.set_result(value)
-    (member,) = crew.members
-    crew.handle(Event(member, what, -1, future, at_s))
+    for member in crew.members.values():
+        if member.stage != "ready":
+            crew.handle(Event(member.number, what, -1, future, at_s))
 
 
 def tend_for(crew: Crew, clock: Clock, seconds: float, every_s: float = POLL_S) -> None:
@@ -119,3 +127,79 @@ def test_a_shortage_counts_only_while_somebody_looks(crew: Crew, clock: Clock) -
 def test_calls_far_apart_end_a_wait_too(crew: Crew, clock: Clock) -> None:
     with pytest.raises(RolloutError):
         tend_for(crew, clock, 100 * LIMIT_S, every_s=10.0)
+
+
+def test_members_without_work_end_and_come_again_with_it(
+    tmp_path: Path, clock: Clock, told: list[str]
+) -> None:
+    crew = make_crew(tmp_path, clock, told, "rollout.max_workers=3", "rollout.idle_timeout_s=10")
+    # Nobody has asked for more yet than the run starts with.
+    assert len(crew.members) == 1
+    crew.work = 5
+    crew.tend(clock.now_s)
+    answer(crew, "started", "", clock.now_s)
+    assert len(crew.ready) == 3
+    clock.now_s += 11
+    assert crew.release(clock.now_s) == []
+    crew.work = 2
+    assert crew.release(clock.now_s) == []
+    clock.now_s += 11
+    # The newest has a task: the next one goes, and no more than there is no work for.
+    assert [member.number for member in crew.release(clock.now_s, busy={2})] == [1]
+    assert crew.release(clock.now_s) == []
+    assert "no work for it in 10 s (rollout.idle_timeout_s)" in told[0]
+    crew.praise(crew.members[2], "rollout")
+    crew.work = 0
+    clock.now_s += 5
+    # Nobody was needed less than the others for long enough yet; and the last one stays.
+    assert crew.release(clock.now_s) == []
+    clock.now_s += 11
+    assert len(crew.release(clock.now_s)) == 1
+    assert crew.release(clock.now_s) == []
+    crew.tend(clock.now_s)
+    assert len(crew.members) == 1
+    assert crew.losses == 0
+    crew.work = 3
+    crew.tend(clock.now_s)
+    assert len(crew.members) == 3
+
+
+def test_a_member_that_loads_is_not_ended_for_want_of_work(
+    tmp_path: Path, clock: Clock, told: list[str]
+) -> None:
+    crew = make_crew(tmp_path, clock, told, "rollout.max_workers=3", "rollout.idle_timeout_s=10")
+    crew.work = 3
+    crew.tend(clock.now_s)
+    assert crew.release(clock.now_s) == []
+    first, second, third = crew.members.values()
+    first.stage, second.stage = "ready", "loading"
+    crew.work = 0
+    clock.now_s += 11
+    # What has no place yet is not asked for any more.
+    assert [member.number for member in crew.release(clock.now_s, busy={0})] == [third.number]
+    clock.now_s += 11
+    assert crew.release(clock.now_s, busy={0}) == []
+    second.stage = "ready"
+    assert crew.release(clock.now_s, busy={0}) == [second]
+
+
+def test_members_stay_where_no_idle_time_is_set(
+    tmp_path: Path, clock: Clock, told: list[str]
+) -> None:
+    crew = make_crew(tmp_path, clock, told, "rollout.max_workers=3")
+    crew.work = 0
+    clock.now_s += 10_000
+    assert crew.release(clock.now_s) == []
+    assert len(crew.members) == 3
+
+
+def test_that_more_find_no_place_is_told_once(
+    tmp_path: Path, clock: Clock, told: list[str]
+) -> None:
+    crew = make_crew(tmp_path, clock, told, "rollout.max_workers=3")
+    first, *_ = crew.members.values()
+    first.stage = "ready"
+    tend_for(crew, clock, 3 * LIMIT_S)
+    (line,) = told
+    assert "no place yet for 2 more; going on with 1" in line
+    assert "2 placing" in line

@@ -217,3 +217,23 @@ def test_new_workers_join_up_to_the_maximum_and_get_work(pools: Pools, tmp_path:
     generate(pool, *["slow"] * 6)
     assert len({line.split()[0] for line in (tmp_path / "done").read_text().splitlines()}) == 3
     assert pool.replacements == 0
+
+
+def test_workers_without_work_end_also_while_the_driver_is_busy_elsewhere(
+    pools: Pools, told: list[str]
+) -> None:
+    pool = pools("rollout.workers=1", "rollout.max_workers=3", "rollout.idle_timeout_s=1")
+    pool.wait_until_ready()
+    deadline_s = time.monotonic() + 120
+    while len(pool.workers) < 3:
+        generate(pool, *["slow"] * 8)
+        assert time.monotonic() < deadline_s
+    with pool.resting():
+        time.sleep(1 + 4 * POLL_S)
+    assert len(pool.workers) == 1
+    assert "no work for it in 1 s" in " ".join(told)
+    # One prompt is work for one worker.
+    assert generate(pool, "slow") == expected(1)
+    assert len(pool._crew.members) == 1
+    assert generate(pool, *["slow"] * 6) == expected(6)
+    assert pool.replacements == 0

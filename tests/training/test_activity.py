@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from g2rpo_ray.training import activity as activity_module
 from g2rpo_ray.training.activity import Activity
 
 
@@ -15,12 +16,13 @@ def test_idle_is_the_part_of_all_replicas_time_that_none_of_them_worked(
 ) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(activity_module, "living_nodes", lambda: ["head", "another"])
     pool: Any = SimpleNamespace(
         workers=[1], busy_s=0.0, replacements=0, repeats=0, replica_busy_s=Counter({"a": 5.0})
     )
     learner: Any = SimpleNamespace(busy_s=0.0, rebuilds=0, written_s=0.0)
     running = 2
-    rewards: Any = SimpleNamespace(replicas=lambda: running)
+    rewards: Any = SimpleNamespace(replicas=lambda: {"hps": running})
     roles: Any = SimpleNamespace(pool=pool, learner=learner, rewards=rewards)
     heldout: Any = SimpleNamespace(missed=0)
     activity = Activity(roles, heldout)
@@ -30,6 +32,8 @@ def test_idle_is_the_part_of_all_replicas_time_that_none_of_them_worked(
     pool.replica_busy_s |= Counter({"a": 7.0, "b": 1.0})
     lap = activity.lap()
     assert lap["idle/rewards"] == pytest.approx(1 - 3.0 / (2 * 10.0))
+    there = ("cluster/nodes", "rollout/workers", "reward/hps/replicas")
+    assert [lap[name] for name in there] == [2, 1, 2]
     assert lap["idle/rollout"] == pytest.approx(0.2)
     assert lap["idle/learner"] == pytest.approx(0.7)
     assert lap["checkpoint/write_s"] == pytest.approx(1.5)
