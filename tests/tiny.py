@@ -10,6 +10,7 @@ from torch import Tensor
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt
 from g2rpo_ray.rollout.worker import RolloutWorker
@@ -50,7 +51,8 @@ def copy_flux(target: Path) -> Path:
 
 def encode(config: Config, captions: list[str] = CAPTIONS) -> list[Prompt]:
     """Prompts with their embeddings; ids are places in the list."""
-    encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
+    length, negative = config.prompts.max_sequence_length, negative_prompt(config)
+    encoder = TextEncoder(config.model, length, negative=negative)
     return [Prompt(number, text, encoder.encode(text)) for number, text in enumerate(captions)]
 
 

@@ -15,8 +15,8 @@ class LoraSection(Section):
     alpha: float = Field(128.0, gt=0)
     """Adapter scale is alpha / rank."""
     target_modules: list[str] | None = None
-    """Module name endings that get an adapter; none means every attention and feed-forward
-    projection of the repeated blocks."""
+    """Module name endings that get an adapter; none means those of the model's family (FLUX.1:
+    every attention and feed-forward projection of the repeated blocks)."""
 
 
 class ModelSection(Section):

@@ -54,9 +54,7 @@ class Learner:
             join_process_group(
                 self.rank, settings.ranks, address, port, settings.timeout_s, self.device
             )
-            policy = load_policy(self.config, self.device)
-            if settings.unguided:
-                policy.guidance = policy.family.unguided
+            policy = load_policy(self.config, self.device, guided=not settings.unguided)
             if settings.compile:
                 compile_blocks(policy, cache=None)
             if checkpoint is None:

@@ -76,10 +76,15 @@ class Policy(nn.Module):
         return [(name, m) for name, m in self.named_modules() if type(m).__name__ in wanted]
 
 
-def load_policy(config: Config, device: torch.device | str = "cpu") -> Policy:
+def load_policy(
+    config: Config, device: torch.device | str = "cpu", *, guided: bool = True
+) -> Policy:
     """The policy of ``config.model``, with fresh LoRA adapters where it asks for them.
 
     Adapters start from the run's seed, so every role builds the same ones.
+
+    Args:
+        guided: by ``sampling.guidance``; else the conditional pass alone.
 
     Raises:
         ModelFolderError: the transformer cannot be loaded, or takes other latents than the VAE's.
@@ -96,6 +101,5 @@ def load_policy(config: Config, device: torch.device | str = "cpu") -> Policy:
         add_lora(transformer, config.model.lora, family, seed=config.seed)
     if config.model.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
-    return Policy(
-        family, transformer, shape, config.sampling.guidance, config.model.truncate_timesteps
-    )
+    guidance = config.sampling.guidance if guided else family.unguided
+    return Policy(family, transformer, shape, guidance, config.model.truncate_timesteps)
