@@ -55,9 +55,7 @@ def build(folder: Path) -> None:
             use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
         ),
         text_encoder=Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(
-                text_config=text | {"rope_parameters": rope}, vision_config=vision
-            )
+            Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision)
         ),
         tokenizer=tokenizer,
     ).save_pretrained(folder)
