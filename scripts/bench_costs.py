@@ -38,7 +38,6 @@ from g2rpo_ray.config.learner import LearnerSection
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import Family
 from g2rpo_ray.models.flux1.family import Flux1
-from g2rpo_ray.models.flux1.published import FLUX1_DEV
 from g2rpo_ray.models.kernels import compile_blocks, compile_decoder
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import on_meta
@@ -298,7 +297,7 @@ def true_size() -> Bench:
     return Bench(
         device=torch.device("cuda"),
         dtype=torch.bfloat16,
-        family=Flux1(FLUX1_DEV.configs),
+        family=Flux1(Flux1.published["FLUX.1-dev"].configs),
         side=720,
         text_tokens=512,
         batches=(1, 8),

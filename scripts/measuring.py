@@ -20,7 +20,7 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family
-from g2rpo_ray.models.flux1.published import FLUX1_DEV
+from g2rpo_ray.models.flux1.family import Flux1
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -53,7 +53,7 @@ def write_model_folder(folder: Path, tiny: bool) -> Path:
         return folder
     from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-    published = FLUX1_DEV.configs
+    published = Flux1.published["FLUX.1-dev"].configs
     for part in ("transformer", "vae"):
         change_json(folder / part / "config.json", published[part])
     t5 = T5Config.from_pretrained(folder / "text_encoder_2")

@@ -174,7 +174,7 @@ class Soak:
             self.recovery_s[kind].append(seconds)
             print(
                 f"{len(self.faults)}/{count} {kind} ({victim}) in iteration {iteration}: "
-                f"{seconds:.1f} s",
+                f"{seconds:.1f} s"
             )
 
     def plan(self, count: int) -> list[str]:
@@ -255,10 +255,7 @@ def groups_of(run_dir: Path, iterations: int, expected: int) -> dict[str, int]:
     for record in read_metrics(run_dir):
         if record["kind"] == "train":
             trained[record["iteration"]] += record["groups/trained"]
-    return {
-        "groups_lost": (wanted - trained).total(),
-        "groups_doubled": (trained - wanted).total(),
-    }
+    return {"groups_lost": (wanted - trained).total(), "groups_doubled": (trained - wanted).total()}
 
 
 def left_at_last(nodes: Nodes, address: str) -> dict[str, list[str]]:

@@ -33,7 +33,7 @@ class RolloutSection(Section):
     """Most evaluations (of one prompt) in one pass of the network; ``auto`` tries on a GPU which of
     16, 8, 4, 2, 1 fits, the ``fp8`` copy of the weights included. Results depend on it in the last
     bit. Where each member has its own trajectory (the baselines) the learner's passes hold as many,
-    for equal rounding."""
+    for equal rounding. With classifier-free guidance twice as many latents enter the network."""
     decode_batch_size: int = Field(4, ge=1)
     """Most pictures in one pass of the VAE."""
     decode_tile_above_px: int = Field(2048, ge=64)

@@ -49,11 +49,7 @@ class Card:
 
 
 def write_gallery(
-    path: Path,
-    parts: Sequence[Part],
-    rows: Sequence[Row],
-    records: Records,
-    columns: Sequence[str],
+    path: Path, parts: Sequence[Part], rows: Sequence[Row], records: Records, columns: Sequence[str]
 ) -> None:
     """Write the page.
 

@@ -241,12 +241,12 @@ class LearnerEngine:
         """
         shards = self.weight_shards()
         rank = torch.distributed.get_rank() if self._settings.zero_stage == 3 else 0
-        parts = []
+        parts, starts = [], []
         for tensor in self.weight_layout():
             shard = shards[tensor.name]
-            valid = min(max(tensor.numel - rank * len(shard), 0), len(shard))
-            parts.append(shard[:valid])
-        return word_sums(parts)
+            starts.append(min(rank * len(shard), tensor.numel))
+            parts.append(shard[: tensor.numel - starts[-1]])
+        return word_sums(parts, starts)
 
     def state_parts(self) -> list[StatePart]:
         """This rank's part of fp32 weights, AdamW's moments and the average, copied to the CPU.

@@ -33,10 +33,11 @@ class StepRecord:
     """Optimizer steps of this iteration before it; 0 means that the ratio must be 1."""
     loss: float
     health: PolicyHealth
+    """Of the members that are left; says nothing where the group is not valid."""
     kl_to_reference: float
     """KL of the policy's step from the reference's; 0 where ``learner.kl_weight`` is 0."""
     valid: bool
-    """False where the group was dropped for an invalid reward."""
+    """False where the group was dropped for an invalid reward, or no member is left."""
     masked_members: int
     """Members left out because their ratio is not finite."""
     advantage_abs_mean: float
@@ -159,22 +160,23 @@ class GroupTraining:
 
     def _record(self, step: _Step, update: int) -> StepRecord:
         group, position, sizes = self._group, step.position, step.advantages.abs()
-        masked = int((~torch.cat(step.usable)).sum())
+        usable = torch.cat(step.usable)
+        masked = int((~usable).sum())
         if step.valid and masked and self._config.advantage.on_invalid == "stop":
             raise LearnerError(
                 f"group {group.key.group_id}, SDE step {group.step_indices[position]}: the ratio "
                 f"of {masked} of {group.members} members is not finite (with "
                 "advantage.on_invalid: drop_group such members are left out)"
             )
-        log_ratios, clip = torch.cat(step.log_ratios), self._config.learner.clip
+        log_ratios, clip = torch.cat(step.log_ratios)[usable], self._config.learner.clip
         return StepRecord(
             group_id=group.key.group_id,
             position=position,
             update=update,
             loss=step.loss,
-            health=policy_health(log_ratios, step.advantages, clip),
+            health=policy_health(log_ratios, step.advantages[usable], clip),
             kl_to_reference=step.kl_to_reference,
-            valid=step.valid,
+            valid=step.valid and masked < group.members,
             masked_members=masked,
             advantage_abs_mean=float(sizes.mean()),
             advantage_clamped_share=float((sizes >= self._config.advantage.clamp).float().mean()),

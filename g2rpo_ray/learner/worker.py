@@ -157,11 +157,7 @@ class Learner:
         return self._writing.result() if wait or self._writing.done() else None
 
     def _write(
-        self,
-        folder: Path,
-        info: CheckpointInfo,
-        parts: list[StatePart],
-        keep_also: Sequence[int],
+        self, folder: Path, info: CheckpointInfo, parts: list[StatePart], keep_also: Sequence[int]
     ) -> float:
         started_s = time.monotonic()
         with logged(f"writing {folder.name}"):

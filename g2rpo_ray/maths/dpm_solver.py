@@ -6,11 +6,7 @@ from torch import Tensor
 
 
 def dpm_solver_step(
-    x: Tensor,
-    x0: Tensor,
-    sigma: float,
-    sigma_next: float,
-    previous: tuple[Tensor, float] | None,
+    x: Tensor, x0: Tensor, sigma: float, sigma_next: float, previous: tuple[Tensor, float] | None
 ) -> Tensor:
     """DPM-Solver++(2M), multistep with data prediction (arXiv 2211.01095, algorithm 2).
 

@@ -1,5 +1,6 @@
 """The clipped policy objective of a stochastic step, its options and its health."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -64,13 +65,13 @@ class PolicyHealth:
 
 
 def policy_health(log_ratio: Tensor, advantages: Tensor, clip: float) -> PolicyHealth:
-    """Health of one group; ``log_ratio`` and ``advantages`` are ``[M]``."""
+    """Health of one group; ``log_ratio`` and ``advantages`` are ``[M]``. NaN without members."""
     ratio = log_ratio.exp()
     low = (ratio < 1 - clip) & (advantages < 0)
     high = (ratio > 1 + clip) & (advantages > 0)
     return PolicyHealth(
         ratio_mean=float(ratio.mean()),
-        max_abs_log_ratio=float(log_ratio.abs().max()),
+        max_abs_log_ratio=float(log_ratio.abs().max()) if len(log_ratio) else math.nan,
         approx_kl=float((ratio - 1 - log_ratio).mean()),
         clip_fraction_low=float(low.float().mean()),
         clip_fraction_high=float(high.float().mean()),

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import yaml
+
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
@@ -22,12 +24,12 @@ class Source:
     """A model on the hub."""
 
     repo: str
-    revision: str | None
+    patterns: Sequence[str]
+    """Files that are used, with ``*`` and ``?``."""
+    revision: str | None = None
     """Commit. None: the branch ``main`` as it is at the first download, and that commit from then
     on (it is written down beside the files)."""
-    patterns: tuple[str, ...]
-    """Files that are used, with ``*`` and ``?``."""
-    one_of: tuple[str, ...] = ()
+    one_of: Sequence[str] = ()
     """Of these files the first that there is: the same weights in several formats."""
     terms: str = ""
     """What must be accepted before the hub gives it out."""
@@ -57,54 +59,25 @@ class Target:
 
     @property
     def is_file(self) -> bool:
-        return self.source is not None and self.source.patterns == (self.path.name,)
+        return self.source is not None and self.source.patterns == [self.path.name]
 
-
-_CLIP_FILES = (
-    "open_clip_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "vocab.json", "merges.txt",
-)  # fmt: skip
-_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-_HPS = ("xswu/HPSv2", "697403c78157020a1ae59d23f111aa58ced35b0a")
-_IMAGE_REWARD = ("zai-org/ImageReward", "5736be03b2652728fb87788c9797b0570450ab72")
 
 CATALOGUE: dict[str, Source] = {
-    **{
-        name: Source(
-            model.repo,
-            model.revision,
-            # Not the single-file copies of transformer and VAE beside them.
-            ("model_index.json", "scheduler/*", *(f"{part}/*" for part in sorted(family.parts))),
-            terms=model.terms,
-            licence=model.licence,
-        )
-        for family in FAMILIES
-        for name, model in family.published.items()
-    },
-    "HPS_v2.1_compressed.pt": Source(*_HPS, ("HPS_v2.1_compressed.pt",)),
-    "HPS_v2_compressed.pt": Source(*_HPS, ("HPS_v2_compressed.pt",)),
-    # Public code names the first, open_clip the second.
-    **{
-        name: Source(f"apple/{name}", None, _CLIP_FILES, _CLIP_WEIGHTS)
-        for name in ("DFN5B-CLIP-ViT-H-14-384", "DFN5B-CLIP-ViT-H-14-378")
-    },
-    "CLIP-ViT-H-14-laion2B-s32B-b79K": Source(
-        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
-        "1c2b8495b28150b8a4922ee1c8edee224c284c0c",
-        _CLIP_FILES,
-        _CLIP_WEIGHTS,
-    ),
-    "PickScore_v1": Source(
-        "yuvalkirstain/PickScore_v1",
-        "a4e4367c6dfa7288a00c550414478f865b875800",
-        ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json",
-         "special_tokens_map.json", "vocab.json", "merges.txt"),
-        ("model.safetensors", "pytorch_model.bin"),
-    ),
-    "ImageReward": Source(*_IMAGE_REWARD, ("ImageReward.pt", "med_config.json")),
-    "ImageReward.pt": Source(*_IMAGE_REWARD, ("ImageReward.pt",)),
-    "G2RPO": Source("yujieouo/G2RPO", None, ("config.json", "*.safetensors")),
-}  # fmt: skip
+    name: Source(
+        model.repo,
+        # Not the single-file copies of transformer and VAE beside them.
+        ["model_index.json", "scheduler/*", *(f"{part}/*" for part in sorted(family.parts))],
+        model.revision,
+        terms=model.terms,
+        licence=model.licence,
+    )
+    for family in FAMILIES
+    for name, model in family.published.items()
+}
+CATALOGUE |= {
+    name: Source(**entry)
+    for name, entry in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
+}
 """Source by the name of the folder or file that it goes to."""
 
 

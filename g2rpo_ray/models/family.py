@@ -1,5 +1,6 @@
 """What one family of models is: all that the rest of this system asks of it."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,13 @@ class Published:
     """As ``Family.configs``, so that a run can be planned before the model is there."""
 
 
+def read_published(family_file: str) -> dict[str, Published]:
+    """From ``published.json`` beside a family's file: by the name of the folder that a model is
+    downloaded to."""
+    file = Path(family_file).with_name("published.json")
+    return {name: Published(**entry) for name, entry in json.loads(file.read_text()).items()}
+
+
 class Family(ABC):
     """One family, for one model folder. It holds no weights: networks are given to it."""
 
@@ -55,7 +63,7 @@ class Family(ABC):
     multiple_of: ClassVar[int]
     """Pixels: a picture's height and width are multiples of it."""
     published: ClassVar[Mapping[str, Published]]
-    """By the name of the folder that a model is downloaded to."""
+    """See ``read_published``."""
     scheduler: ClassVar[str] = "FlowMatchEulerDiscreteScheduler"
     """Class of the folder's scheduler, of diffusers."""
     unguided: ClassVar[float] = 1.0
@@ -151,12 +159,7 @@ class Family(ABC):
         """float32 ``[steps + 1]`` from 1 to 0: sigmas as the folder's own scheduler has them."""
 
     def own_schedule(
-        self,
-        steps: int,
-        *,
-        tokens: int = 0,
-        mu: float | None = None,
-        even: bool = True,
+        self, steps: int, *, tokens: int = 0, mu: float | None = None, even: bool = True
     ) -> Tensor:
         """``schedule`` by diffusers' scheduler and the folder's ``scheduler_config.json``.
 

@@ -3,8 +3,9 @@
 import hashlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ CHECKSUM_SLICE = {"cuda": 1 << 24, "cpu": 1 << 20}
 the CPU's heap would keep the holes that copies of many sizes leave."""
 COMPILED = "_orig_mod."
 """What torch.compile puts into the names of a module that it wraps."""
+BLOCK = 1 << 20
+"""Words; a factor for every place of a large tensor would not fit on a card beside the model."""
 PINNED_BYTES = 1 << 26
 """Copied to a card at a time, through pinned memory: one piece travels while the next is staged."""
 
@@ -165,7 +168,7 @@ def layout_of(weights: Mapping[str, Tensor]) -> list[TensorLayout]:
 
 def receipt(version: int, weights: Mapping[str, Tensor]) -> WeightReceipt:
     """Count and checksum of named weights, equal on every device."""
-    sums = word_sums(weights[name] for name in sorted(weights))
+    sums = word_sums([weights[name] for name in sorted(weights)])
     return receipt_of(version, layout_of(weights), sums)
 
 
@@ -173,31 +176,39 @@ def receipt_of(version: int, layout: Sequence[TensorLayout], sums: Sequence[int]
     """The receipt of tensors whose ``word_sums`` are known, as those of shards added up are."""
     digest = hashlib.sha256()
     for tensor, word_sum in zip(layout, sums, strict=True):
-        digest.update(f"{tensor.description} {word_sum}\n".encode())
+        digest.update(f"{tensor.description} {word_sum % 2**64}\n".encode())
     size = sum(tensor.bytes for tensor in layout)
     return WeightReceipt(version, len(layout), size, digest.hexdigest()[:16])
 
 
 @torch.no_grad()
-def word_sums(tensors: Iterable[Tensor]) -> list[int]:
-    """Sum of every tensor's 2- or 4-byte words as integers; one transfer from the device.
+def word_sums(tensors: Sequence[Tensor], starts: Sequence[int] | None = None) -> list[int]:
+    """Sum of every tensor's 2- or 4-byte words as integers, each weighed by its place.
 
-    An integer sum is exact in any order, so CPU and GPU agree, and parts of a tensor add up to the
-    whole; any one changed bit changes it.
+    Integer sums are exact in any order, so CPU and GPU agree, and those of a tensor's parts add up
+    to the whole's, modulo 2^64. The factors are odd, so any one changed bit changes the sum, and
+    look random: so do words that changed places, and changes that cancel each other out.
+
+    Args:
+        starts: of parts of tensors, the place of the first word of each in the whole.
     """
     words = [_words(tensor.detach()) for tensor in tensors]
     if not words:
         return []
-    sums = torch.empty(len(words), dtype=torch.int64, device=words[0].device)
+    device = words[0].device
+    sums = torch.empty(len(words), dtype=torch.int64, device=device)
     # An adapter has hundreds of tensors of few shapes, and a kernel for each takes its time.
-    alike: dict[tuple[torch.dtype, int], list[int]] = {}
-    for place, part in enumerate(words):
-        alike.setdefault((part.dtype, len(part)), []).append(place)
-    for (_, length), places in alike.items():
-        together = max(1, CHECKSUM_SLICE[sums.device.type] // max(length, 1))
-        for start in range(0, len(places), together):
-            some = places[start : start + together]
-            sums[some] = _sums_of([words[place] for place in some])
+    alike: dict[tuple[torch.dtype, int, int], list[int]] = {}
+    for number, part in enumerate(words):
+        start = starts[number] if starts else 0
+        alike.setdefault((part.dtype, len(part), start), []).append(number)
+    for (_, length, start), numbers in alike.items():
+        together = max(1, CHECKSUM_SLICE[device.type] // max(length, 1))
+        for first in range(0, len(numbers), together):
+            some = numbers[first : first + together]
+            # A view where it is one, which may be as large as a model.
+            parts = [words[number] for number in some]
+            sums[some] = _weighed(parts[0][None] if len(some) == 1 else torch.stack(parts), start)
     return sums.tolist()
 
 
@@ -205,9 +216,28 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
 
 
-def _sums_of(words: Sequence[Tensor]) -> Tensor:
-    """Of tensors of one length, stacked; one that is long is summed in slices."""
-    if len(words) > 1:
-        return torch.stack(list(words)).sum(dim=1, dtype=torch.int64)
-    slices = words[0].split(CHECKSUM_SLICE[words[0].device.type])
-    return torch.stack([part.sum(dtype=torch.int64) for part in slices]).sum(dim=0, keepdim=True)
+def _weighed(words: Tensor, start: int) -> Tensor:
+    """int64 ``[n]`` of ``[n, words]`` whose first has a place: each word times the factor of its
+    place inside its block, summed, times the block's factor."""
+    device, length = words.device, words.shape[1]
+    of_place, of_block = (_factors(dtype, device) for dtype in (torch.int32, torch.int64))
+    lead = min(-start % BLOCK, length)
+    whole = (length - lead) // BLOCK * BLOCK
+    run = max(CHECKSUM_SLICE[device.type] // BLOCK, 1) * BLOCK
+    sizes = [lead, *[run] * (whole // run), whole % run, length - lead - whole]
+    total = torch.zeros(len(words), dtype=torch.int64, device=device)
+    for part in words.split([size for size in sizes if size], dim=1):
+        block, place = divmod(start, BLOCK)
+        blocks = part.reshape(len(part), -1, min(part.shape[1], BLOCK))
+        factors = of_place[place : place + blocks.shape[2]]
+        sums = (blocks * factors).sum(dim=2, dtype=torch.int64)
+        total += (sums * of_block[block : block + blocks.shape[1]]).sum(dim=1)
+        start += part.shape[1]
+    return total
+
+
+@cache
+def _factors(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``BLOCK`` odd integers, the same on every machine."""
+    raw = np.random.Philox(key=dtype.itemsize).random_raw(BLOCK) | np.uint64(1)
+    return torch.from_numpy(raw.view(np.int64)).to(dtype).to(device)

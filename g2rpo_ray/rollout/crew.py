@@ -60,9 +60,7 @@ def hire_actor(config: Config, avoided: Sequence[str]) -> ActorHandle:
     if avoided:
         labels["ray.io/node-id"] = f"!in({','.join(avoided)})"
     actor = ray.remote(RolloutActor).options(
-        num_cpus=settings.cpus_per_worker,
-        num_gpus=settings.gpus_per_worker,
-        label_selector=labels,
+        num_cpus=settings.cpus_per_worker, num_gpus=settings.gpus_per_worker, label_selector=labels
     )
     return actor.remote()
 
@@ -115,12 +113,7 @@ class Crew:
     """
 
     def __init__(
-        self,
-        config: Config,
-        scoring: Scoring,
-        hire: Hire,
-        tell: Callable[[str], None],
-        role: str,
+        self, config: Config, scoring: Scoring, hire: Hire, tell: Callable[[str], None], role: str
     ) -> None:
         self._config, self._scoring, self._hire, self._tell = config, scoring, hire, tell
         self._role = role

@@ -264,10 +264,7 @@ class RolloutWorker:
         )
 
     def _summary(
-        self,
-        group: RolloutGroup,
-        sent: list[_Sent],
-        scored: list[tuple[PendingScores, list[str]]],
+        self, group: RolloutGroup, sent: list[_Sent], scored: list[tuple[PendingScores, list[str]]]
     ) -> RolloutSummary:
         broken = torch.cat([~each.finite.flatten() for each in sent])
         by_reward = zip(group.reward_names, group.rewards, strict=True)

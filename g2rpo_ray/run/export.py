@@ -81,7 +81,9 @@ def export(
             _write_adapter(config, weights, temporary)
         else:
             save_transformer(_transformer(config, weights), temporary, max_shard_size)
-        model_card(config, info, form).save(temporary / "README.md")
+        # Scores are of the run's own weights, as they were after an iteration.
+        own = not average and source.resolve().is_relative_to(run_folder(config).resolve())
+        model_card(config, info, form, own).save(temporary / "README.md")
     return form
 
 
@@ -134,8 +136,13 @@ def _transformer(config: Config, weights: dict[str, Tensor]) -> nn.Module:
     return policy.transformer
 
 
-def model_card(config: Config, info: CheckpointInfo, form: Form) -> ModelCard:
-    """What it is, how to load it, how it was made, and what it scored; the hub reads its head."""
+def model_card(config: Config, info: CheckpointInfo, form: Form, own: bool = True) -> ModelCard:
+    """What it is, how to load it, how it was made, and what it scored; the hub reads its head.
+
+    Args:
+        own: whether the run's evaluation at that iteration is of these very weights.
+    """
+    scores = heldout_before_after(run_folder(config), info.iteration) if own else {}
     rewards = [f"{n} (weight {r.weight:g})" for n, r in config.trained_rewards.items()]
     recipe = config.model_dump(mode="json", exclude_defaults=True)
     family = open_family(resolve_path(config.model.path))
@@ -156,7 +163,7 @@ def model_card(config: Config, info: CheckpointInfo, form: Form) -> ModelCard:
         adapter_file=ADAPTER_FILE,
         version=__version__,
         rewards=", ".join(rewards),
-        scores=heldout_before_after(run_folder(config)),
+        scores={} if all(s["after"] is None for s in scores.values()) else scores,
         score=format_score,
         recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip(),
     )

@@ -64,11 +64,16 @@ def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures
     replace_text(target / f"{name}.json", json.dumps(entries, indent=1, ensure_ascii=False))
 
 
-def heldout_before_after(folder: Path) -> dict[str, dict[str, float | None]]:
-    """Of each reward: the first evaluation, and that of the last iteration; None without one."""
+def heldout_before_after(
+    folder: Path, iteration: int | None = None
+) -> dict[str, dict[str, float | None]]:
+    """Of each reward: the first evaluation, and that of an iteration (the last); None without one.
+
+    Empty where neither was made.
+    """
     records, prefix = read_metrics(folder), "heldout/"
     evaluations = {r["iteration"]: r for r in records if r["kind"] == "evaluation"}
-    last = max((record["iteration"] for record in records), default=0)
+    last = max((r["iteration"] for r in records), default=0) if iteration is None else iteration
     first = min(evaluations, default=last)
     before, after = evaluations.get(first, {}), evaluations.get(last, {})
     if first == last:

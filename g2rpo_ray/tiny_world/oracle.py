@@ -36,12 +36,7 @@ _Grid = npt.NDArray[np.float64]
 
 # The area of each of SHAPES, in square radii.
 UNIT_AREAS = np.array(
-    [
-        np.pi,
-        (2 * SQUARE_SIDE) ** 2,
-        1 + TRIANGLE_BASE,
-        8 * CROSS_ARM - 4 * CROSS_ARM**2,
-    ]
+    [np.pi, (2 * SQUARE_SIDE) ** 2, 1 + TRIANGLE_BASE, 8 * CROSS_ARM - 4 * CROSS_ARM**2]
 )
 
 

@@ -191,10 +191,7 @@ def lay_out(codes: Tensor, generator: torch.Generator) -> Layout:
     far = torch.where(first_is_near, radii[:, 1], radii[:, 0])
     near_at, far_at = start + near, start + 2 * near + gap + far
     along = torch.stack(
-        (
-            torch.where(first_is_near, near_at, far_at),
-            torch.where(first_is_near, far_at, near_at),
-        ),
+        (torch.where(first_is_near, near_at, far_at), torch.where(first_is_near, far_at, near_at)),
         dim=1,
     )
     across = 32 + 16 * (u[:, 4:6] - 0.5)

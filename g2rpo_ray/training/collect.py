@@ -6,6 +6,7 @@ from statistics import fmean
 
 import numpy as np
 
+from g2rpo_ray.learner.group_training import StepRecord
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.rollout.answers import HeldoutPictures, RewardSummary, RolloutSummary
 
@@ -61,16 +62,10 @@ def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, f
 def update_metrics(update: UpdateReport) -> dict[str, float]:
     """Health of one iteration's update; means over the groups that were not dropped."""
     trained = [record for record in update.records if record.valid]
-    first = [r.health.max_abs_log_ratio for r in update.records if r.update == 0]
     values: dict[str, float] = {
         "groups/trained": len(trained),
         "groups/dropped": len(update.records) - len(trained),
         "groups/masked_members": sum(record.masked_members for record in trained),
-        # NumPy's maximum is NaN where one is; Python's depends on the order.
-        "policy/first_max_abs_log_ratio": float(np.max(first)),
-        "policy/max_abs_log_ratio": float(
-            np.max([r.health.max_abs_log_ratio for r in update.records])
-        ),
         "policy/grad_norm": fmean(update.grad_norms),
         "policy/learning_rate": update.learning_rate,
         "policy/updates": len(update.grad_norms),
@@ -80,13 +75,21 @@ def update_metrics(update: UpdateReport) -> dict[str, float]:
             "advantage/abs_mean": fmean(r.advantage_abs_mean for r in trained),
             "advantage/clamped_share": fmean(r.advantage_clamped_share for r in trained),
             "policy/loss": fmean(r.loss for r in trained),
+            "policy/max_abs_log_ratio": _largest_log_ratio(trained),
             "policy/ratio_mean": fmean(r.health.ratio_mean for r in trained),
             "policy/approx_kl": fmean(r.health.approx_kl for r in trained),
             "policy/kl_to_reference": fmean(r.kl_to_reference for r in trained),
             "policy/clip_fraction_low": fmean(r.health.clip_fraction_low for r in trained),
             "policy/clip_fraction_high": fmean(r.health.clip_fraction_high for r in trained),
         }
+    if first := [record for record in trained if record.update == 0]:
+        values["policy/first_max_abs_log_ratio"] = _largest_log_ratio(first)
     return values
+
+
+def _largest_log_ratio(records: Sequence[StepRecord]) -> float:
+    # NumPy's maximum is NaN where one is; Python's depends on the order.
+    return float(np.max([record.health.max_abs_log_ratio for record in records]))
 
 
 def heldout_metrics(results: Sequence[HeldoutPictures]) -> dict[str, float]:

@@ -38,13 +38,7 @@ from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers
 from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.training.settings import for_evaluation_workers
-from g2rpo_ray.weight_sync import (
-    Peer,
-    StoredWeights,
-    WeightSync,
-    WeightSyncError,
-    make_weight_sync,
-)
+from g2rpo_ray.weight_sync import Peer, StoredWeights, WeightSync, WeightSyncError, make_weight_sync
 
 
 @dataclass(frozen=True)
@@ -182,11 +176,7 @@ def _encoder(config: Config, room: PlacementGroup | None) -> Iterator[ActorHandl
         last = room.bundle_count - 1
         place = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=last)
     actor = ray.remote(PromptEncoder).options(
-        num_cpus=0,
-        num_gpus=gpus,
-        max_restarts=5,
-        max_task_retries=5,
-        scheduling_strategy=place,
+        num_cpus=0, num_gpus=gpus, max_restarts=5, max_task_retries=5, scheduling_strategy=place
     )
     encoder = actor.remote(config)
     try:

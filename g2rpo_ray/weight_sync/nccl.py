@@ -8,13 +8,7 @@ import ray
 
 from g2rpo_ray.cluster.postmortem import error_of
 from g2rpo_ray.models.weights import TensorLayout, WeightReceipt, receipt_of
-from g2rpo_ray.weight_sync.base import (
-    Peer,
-    WeightSource,
-    WeightSync,
-    WeightSyncError,
-    verify,
-)
+from g2rpo_ray.weight_sync.base import Peer, WeightSource, WeightSync, WeightSyncError, verify
 from g2rpo_ray.weight_sync.broadcast import GivenUpError, Meeting, WeightGroupError, give_up
 
 GRACE_S = 15.0
@@ -89,11 +83,7 @@ class NcclSync(WeightSync):
         ray.wait(refs, num_returns=len(refs), timeout=self._timeout_s)
 
     def _call(
-        self,
-        what: str,
-        refs: list[ray.ObjectRef],
-        members: list[Peer],
-        meeting: Meeting,
+        self, what: str, refs: list[ray.ObjectRef], members: list[Peer], meeting: Meeting
     ) -> list[Any]:
         """Every member's answer.
 

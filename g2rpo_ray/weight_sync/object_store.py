@@ -7,13 +7,7 @@ import ray
 
 from g2rpo_ray.cluster.postmortem import error_of
 from g2rpo_ray.models.weights import WeightReceipt
-from g2rpo_ray.weight_sync.base import (
-    Peer,
-    WeightSource,
-    WeightSync,
-    WeightSyncError,
-    verify,
-)
+from g2rpo_ray.weight_sync.base import Peer, WeightSource, WeightSync, WeightSyncError, verify
 
 
 @dataclass(frozen=True)

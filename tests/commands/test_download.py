@@ -175,10 +175,7 @@ def test_a_gated_model_says_what_to_accept_and_where_the_token_goes(
 
 
 def test_the_token_opens_the_gate_and_is_neither_printed_nor_kept(
-    server: Hub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.repositories[FLUX.repo].gated = True
     monkeypatch.setenv("HF_TOKEN", server.token)

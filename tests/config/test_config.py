@@ -302,8 +302,7 @@ def test_a_value_may_hold_an_equals_sign() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "path"),
-    [("/runs/one two#3", "/runs/one two#3"), ('"/runs/try #2"', "/runs/try #2")],
+    ("value", "path"), [("/runs/one two#3", "/runs/one two#3"), ('"/runs/try #2"', "/runs/try #2")]
 )
 def test_a_path_may_hold_blanks_and_hashes(value: str, path: str) -> None:
     assert quickstart(f"run_dir={value}").run_dir == path

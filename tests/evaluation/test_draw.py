@@ -78,9 +78,7 @@ def _without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return tiny_config(
-        tmp_path / "run",
-        f"evaluation.pictures_per_prompt={PICTURES}",
-        "rewards.hps.weight=0",
+        tmp_path / "run", f"evaluation.pictures_per_prompt={PICTURES}", "rewards.hps.weight=0"
     )
 
 

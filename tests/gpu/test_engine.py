@@ -13,7 +13,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.maths.sde import SdeStep
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.flux1.published import FLUX1_DEV
+from g2rpo_ray.models.flux1.family import Flux1
 from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.weights import trainable_parameters
@@ -29,9 +29,11 @@ FEW_BLOCKS = {"num_layers": 2, "num_single_layers": 2}
 def true_size(tmp_path: Path, *overrides: str, **architecture: int) -> Config:
     """The paper's sampling on FLUX.1-dev's architecture, or one with fewer blocks."""
     folder = Path(shutil.copytree(resolve_path("tiny_world:flux"), tmp_path / "flux"))
-    transformer = {**FLUX1_DEV.configs["transformer"], **architecture}
+    transformer = {**Flux1.published["FLUX.1-dev"].configs["transformer"], **architecture}
     (folder / "transformer" / "config.json").write_text(json.dumps(transformer))
-    (folder / "vae" / "config.json").write_text(json.dumps(FLUX1_DEV.configs["vae"]))
+    (folder / "vae" / "config.json").write_text(
+        json.dumps(Flux1.published["FLUX.1-dev"].configs["vae"])
+    )
     return tiny_config(
         tmp_path / "run",
         f"model.path={folder}",

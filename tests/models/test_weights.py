@@ -1,17 +1,21 @@
 """Weights by name: they bind completely or not at all, and the checksum proves it."""
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.weights import (
+    BLOCK,
     PINNED_BYTES,
     PackedWeights,
     WeightMismatchError,
+    _factors,
     load_weights,
     receipt,
     trainable_parameters,
@@ -57,16 +61,71 @@ def test_one_flipped_bit_changes_the_checksum(dtype: torch.dtype) -> None:
     assert len(checksums) == 1 + bits
 
 
-def test_sums_do_not_depend_on_what_shares_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(tensor: Tensor, start: int = 0) -> int:
+    """The sum in Python's integers, a word at a time, in blocks of 16."""
+    place, block = (np.random.Philox(key=key).random_raw(16) | np.uint64(1) for key in (4, 8))
+    words = tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).tolist()
+    total = 0
+    for number, word in enumerate(words, start):
+        product = word * int(place[number % 16]) % 2**32
+        total += (product - 2**32 * (product >= 2**31)) * int(block[number // 16])
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("g2rpo_ray.models.weights.CHECKSUM_SLICE", {"cpu": 40})
+    monkeypatch.setattr("g2rpo_ray.models.weights.BLOCK", 16)
+    _factors.cache_clear()
+    yield
+    _factors.cache_clear()
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_sums_do_not_depend_on_what_shares_a_kernel() -> None:
     # Alike and not, longer and shorter than what is summed at a time, and one without an element.
-    monkeypatch.setattr("g2rpo_ray.models.weights.CHECKSUM_SLICE", {"cpu": 10})
-    lengths = [3, 7, 3, 25, 3, 0, 7, 3, 10, 3, 10]
+    lengths = [3, 7, 3, 25, 3, 0, 7, 3, 10, 3, 10, 61]
     tensors = [torch.randn(length) for length in lengths]
     tensors += [torch.randn(length).bfloat16() for length in lengths]
-    words = {2: torch.int16, 4: torch.int32}
-    expected = [int(t.view(words[t.itemsize]).long().sum()) for t in tensors]
-    assert word_sums(tensors) == expected
+    assert word_sums(tensors) == [alone(t) for t in tensors]
+    starts = list(range(len(tensors)))
+    assert word_sums(tensors, starts) == list(map(alone, tensors, starts))
     assert word_sums([]) == []
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_sums_of_parts_add_up_to_the_whole(shards: int) -> None:
+    for whole in (torch.randn(61), torch.randn(61).bfloat16()):
+        parts = whole.tensor_split(shards)
+        starts = [0, *np.cumsum([len(part) for part in parts])[:-1].tolist()]
+        assert (sum(word_sums(parts, starts)) - word_sums([whole])[0]) % 2**64 == 0
+
+
+def test_words_that_changed_places_change_the_checksum() -> None:
+    rows = torch.randn(1024, 1025)  # longer than a block
+    flat = rows.flatten()
+    pairs = flat.clone().view(torch.int32)
+    pairs[5] += 1
+    pairs[900_000] -= 1
+    others = {
+        "rows permuted": rows[torch.randperm(1024)],
+        "flipped": rows.flip(0),
+        "off by one": flat.roll(1).view_as(rows),
+        "off by a block": flat.roll(BLOCK).view_as(rows),
+        "buckets swapped": torch.cat([rows[512:], rows[:512]]),
+        "+1 and -1": pairs.view(torch.float32).view_as(rows),
+    }
+    expected = receipt(0, {"a": rows})
+    assert receipt(0, {"a": rows.clone()}) == expected
+    assert [what for what, other in others.items() if receipt(0, {"a": other}) == expected] == []
+    swapped = receipt(0, {"a": rows, "b": rows.flip(0)}), receipt(0, {"a": rows.flip(0), "b": rows})
+    assert swapped[0] != swapped[1]
+
+
+def test_the_checksum_is_the_same_on_every_machine() -> None:
+    weights = {"a": torch.arange(2000.0).view(40, 50), "b": torch.ones(BLOCK + 3).bfloat16()}
+    assert receipt(0, weights).checksum == "dd3478da1c4f1858"
 
 
 def test_the_checksum_knows_names_shapes_and_dtypes() -> None:

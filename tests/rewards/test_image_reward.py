@@ -98,10 +98,7 @@ def test_it_answers_whatever_a_run_may_ask(folder: Path) -> None:
     ("name", "cause"),
     [
         ("blip.visual_encoder.pos_embed", "expected ImageReward's tensors"),
-        (
-            "blip.visual_encoder.blocks.1.norm1.bias",
-            "1 missing: vision.encoder.layers.1.",
-        ),
+        ("blip.visual_encoder.blocks.1.norm1.bias", "1 missing: vision.encoder.layers.1."),
         ("mlp.layers.7.bias", "1 missing: head.7.bias"),
     ],
 )

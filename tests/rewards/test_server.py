@@ -45,10 +45,7 @@ class Servers:
 def obedient(log: Path, merge_requests: int) -> RewardSection:
     return RewardSection(
         kind="python",
-        options={
-            "target": "tests.rewards.fakes:ObedientScorer",
-            "options": {"log": str(log)},
-        },
+        options={"target": "tests.rewards.fakes:ObedientScorer", "options": {"log": str(log)}},
         cpus_per_replica=0.1,
         batch_size=3,
         merge_requests=merge_requests,

@@ -316,6 +316,36 @@ def test_members_with_an_infinite_log_probability_are_masked_and_counted() -> No
     assert all(math.isfinite(record.loss) for record in report.records)
     assert math.isfinite(report.grad_norms[0])
     assert report.grad_norms[0] > 0
+    # Of the others alone: none of them has moved yet, and one of four would pull the mean.
+    assert {record.health.ratio_mean for record in report.records} == {1.0}
+    assert all(record.valid for record in report.records)
+
+
+def test_health_is_that_of_the_members_left_alone() -> None:
+    config = tiny_config("flow_grpo", advantage={"on_invalid": "drop_group"})
+    group = _with_a_member_far_away(config)
+    # All others were drawn by somewhat other weights.
+    others = [0, 2, 3]
+    group.velocities[:, others] += 0.01
+    report = update(PlainEngine(tiny_policy()), [group], config)
+    alone = draw_groups(config, count=1)[0]
+    alone.velocities[:] += 0.01
+    expected = update(PlainEngine(tiny_policy()), [alone], config)
+    for left, whole in zip(report.records, expected.records, strict=True):
+        assert left.masked_members == 1
+        assert left.health.max_abs_log_ratio > 0
+        assert left.health.max_abs_log_ratio <= whole.health.max_abs_log_ratio
+        # With a fourth ratio of exactly 1 the mean would be a quarter closer to 1.
+        assert abs(left.health.ratio_mean - 1) > 0.8 * abs(whole.health.ratio_mean - 1)
+
+
+def test_a_group_without_a_member_left_is_not_trained_on() -> None:
+    config = tiny_config("flow_grpo", advantage={"on_invalid": "drop_group"})
+    group = draw_groups(config, count=1)[0]
+    group = replace(group, velocities=torch.full_like(group.velocities, 1e30))
+    report = update(PlainEngine(tiny_policy()), [group], config)
+    assert not any(record.valid for record in report.records)
+    assert not report.taught
 
 
 def test_an_infinite_log_probability_stops_the_run_where_that_is_configured() -> None:

@@ -1,5 +1,6 @@
 """Exported weights in a plain diffusers pipeline, and every kind of weights in ``g2rpo sample``."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -67,11 +68,7 @@ def draw(
 ) -> np.ndarray:
     """The first picture of ``g2rpo sample``."""
     options = SampleOptions(
-        CAPTIONS[:1],
-        seed=SEED,
-        checkpoint=checkpoint,
-        trained_steps=trained_steps,
-        average=average,
+        CAPTIONS[:1], seed=SEED, checkpoint=checkpoint, trained_steps=trained_steps, average=average
     )
     paths = sample(config, options, folder)
     return np.asarray(Image.open(paths[0])).astype(int)
@@ -188,9 +185,37 @@ def test_the_card_names_recipe_data_and_use(runs: dict[str, Config], tmp_path: P
         "7 iterations",
         "tiny_world:prompts/train.txt",
         "trained with g2rpo",
-        "the run has no evaluation",
+        "these weights were not evaluated",
     ):
         assert text in card
+
+
+def test_the_card_shows_the_scores_of_these_weights_alone(
+    runs: dict[str, Config], tmp_path: Path
+) -> None:
+    config = runs["full"].model_copy(update={"run_dir": str(tmp_path / "run")})
+    shutil.copytree(runs["full"].run_dir, config.run_dir)
+    scores = {0: 0.11, 7: 0.22, 9: 0.33}
+    lines = [
+        {"iteration": n, "kind": "evaluation", "heldout/clip": score} for n, score in scores.items()
+    ]
+    metrics = Path(config.run_dir, "metrics.jsonl")
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def card(name: str, checkpoint: str = "last", **options: bool) -> str:
+        export(config, tmp_path / name, checkpoint, **options)
+        return (tmp_path / name / "README.md").read_text()
+
+    # The run went on to iteration 9; what is exported is of iteration 7.
+    last = card("last")
+    assert "| clip | 0.1100 | 0.2200 |" in last.replace(" (not trained on)", "")
+    assert "0.33" not in last
+    foreign = checkpoint_folder(Path(runs["full"].run_dir), 7)
+    for other in (card("average", average=True), card("foreign", str(foreign))):
+        assert "these weights were not evaluated" in other
+        assert "0.22" not in other
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in (lines[0], lines[2])))
+    assert "these weights were not evaluated" in card("unseen")
 
 
 def test_the_card_names_the_modules_that_were_trained(runs: dict[str, Config]) -> None:

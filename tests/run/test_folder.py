@@ -16,13 +16,7 @@ from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
-from g2rpo_ray.run.folder import (
-    _LOCKS,
-    changed_settings,
-    give_up_later,
-    open_run,
-    write_resolved,
-)
+from g2rpo_ray.run.folder import _LOCKS, changed_settings, give_up_later, open_run, write_resolved
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.scores import save_heldout
 from g2rpo_ray.run.weights import checkpoint_named, trained_kind

@@ -21,9 +21,7 @@ def drawn() -> tuple[npt.NDArray[np.uint8], list[str]]:
     return source.draw(index).numpy(), [captions[i] for i in index]
 
 
-def test_drawn_pictures_show_their_captions(
-    drawn: tuple[npt.NDArray[np.uint8], list[str]],
-) -> None:
+def test_drawn_pictures_show_their_captions(drawn: tuple[npt.NDArray[np.uint8], list[str]]) -> None:
     pictures, captions = drawn
     scores = check(pictures, captions)
     assert scores.dtype == np.float32
@@ -38,9 +36,7 @@ def test_drawn_pictures_do_not_show_other_captions(
     assert check(pictures, [captions[i] for i in order]).mean() <= 0.005
 
 
-def test_one_wrong_attribute_is_enough(
-    drawn: tuple[npt.NDArray[np.uint8], list[str]],
-) -> None:
+def test_one_wrong_attribute_is_enough(drawn: tuple[npt.NDArray[np.uint8], list[str]]) -> None:
     pictures, captions = drawn
     source = PictureSource(torch.device("cpu"), seed=12)
     families = source.families(500, 2)
@@ -56,9 +52,7 @@ def test_a_solid_picture_shows_nothing(colour: tuple[int, int, int]) -> None:
     assert check(picture, [CAPTION])[0] == 0.0
 
 
-def test_a_third_thing_spoils_the_picture(
-    drawn: tuple[npt.NDArray[np.uint8], list[str]],
-) -> None:
+def test_a_third_thing_spoils_the_picture(drawn: tuple[npt.NDArray[np.uint8], list[str]]) -> None:
     pictures, captions = drawn
     scene = parse_caption(captions[0])
     named = {scene.first.colour, scene.second.colour}

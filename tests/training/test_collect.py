@@ -93,6 +93,19 @@ def test_an_update_taught_something_if_one_group_was_trained_on() -> None:
     assert not UpdateReport([dropped, dropped], [0.0], 1e-4).taught
 
 
+def test_dropped_groups_say_nothing_of_the_policy() -> None:
+    dropped = replace(record(0.027), valid=False)
+    values = update_metrics(UpdateReport([dropped, record(0.0)], [1.0], 1e-4))
+    assert values["policy/first_max_abs_log_ratio"] == values["policy/max_abs_log_ratio"] == 0.0
+    nothing = update_metrics(UpdateReport([dropped], [0.0], 1e-4))
+    assert "policy/first_max_abs_log_ratio" not in nothing
+    assert "policy/max_abs_log_ratio" not in nothing
+    later = replace(record(0.5), update=1)
+    values = update_metrics(UpdateReport([dropped, later], [0.0, 1.0], 1e-4))
+    assert "policy/first_max_abs_log_ratio" not in values
+    assert values["policy/max_abs_log_ratio"] == 0.5
+
+
 @pytest.mark.parametrize("largest", [[0.1, NAN, 0.2], [NAN, 0.1], [0.1, NAN]])
 def test_a_maximum_over_what_is_no_number_is_none_in_any_order(largest: list[float]) -> None:
     values = update_metrics(UpdateReport([record(x) for x in largest], [1.0], 1e-4))

@@ -162,11 +162,7 @@ class Run:
     """A run's settings and its evaluating worker; ``train`` may be called again to resume."""
 
     def __init__(
-        self,
-        folder: Path,
-        *overrides: str,
-        beside: bool = False,
-        scores: Sequence[float] = SCORES,
+        self, folder: Path, *overrides: str, beside: bool = False, scores: Sequence[float] = SCORES
     ) -> None:
         self.config = tiny_config(
             folder, *OVERRIDES, f"evaluation.workers={int(beside)}", *overrides

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from g2rpo_ray.maths.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind
-from g2rpo_ray.models.flux1.published import FLUX1_DEV, FLUX1_KREA_DEV, FLUX1_SCHNELL
+from g2rpo_ray.models.family import Family, GuidanceKind, read_published
 from g2rpo_ray.models.latents import LatentShape, unpacked
 
 
@@ -36,11 +35,7 @@ class Flux1(Family):
         "proj_mlp", "single_transformer_blocks.*.proj_out",
     )  # fmt: skip
     multiple_of = 16
-    published: ClassVar = {
-        "FLUX.1-dev": FLUX1_DEV,
-        "FLUX.1-Krea-dev": FLUX1_KREA_DEV,
-        "FLUX.1-schnell": FLUX1_SCHNELL,
-    }
+    published: ClassVar = read_published(__file__)
 
     def problem(self, folder: Path) -> str | None:
         # What a file leaves out has diffusers' default.
@@ -57,7 +52,7 @@ class Flux1(Family):
         return LatentShape(height // 16, width // 16, 4 * self._vae_channels, frames)
 
     def schedule(self, steps: int, latents: LatentShape) -> Tensor:
-        config = self.configs.get("scheduler") or FLUX1_DEV.configs["scheduler"]
+        config = self.configs.get("scheduler") or self.published["FLUX.1-dev"].configs["scheduler"]
         if not config.get("use_dynamic_shifting", False):
             return static_shift_schedule(steps, config.get("shift", 1.0), torch.float32)
         return dynamic_shift_schedule(

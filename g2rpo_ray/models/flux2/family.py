@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind
-from g2rpo_ray.models.flux2.published import FLUX2_DEV, FLUX2_KLEIN
+from g2rpo_ray.models.family import Family, GuidanceKind, read_published
 from g2rpo_ray.models.latents import LatentShape, unpacked
+
+PUBLISHED = read_published(__file__)
 
 
 class Flux2(Family):
@@ -34,7 +35,7 @@ class Flux2(Family):
         "attn.to_qkv_mlp_proj", "single_transformer_blocks.*.to_out",
     )  # fmt: skip
     multiple_of = 16
-    published: ClassVar = {"FLUX.2-dev": FLUX2_DEV}
+    published: ClassVar = {"FLUX.2-dev": PUBLISHED["FLUX.2-dev"]}
 
     def problem(self, folder: Path) -> str | None:
         network, latent = self.configs["transformer"], self._vae_channels
@@ -116,7 +117,7 @@ class Flux2Klein(Flux2):
         "text_encoder": "Qwen3ForCausalLM",
         "tokenizer": "Qwen2Tokenizer",
     }
-    published: ClassVar = FLUX2_KLEIN
+    published: ClassVar = {name: PUBLISHED[name] for name in PUBLISHED if "klein" in name}
 
     def pipeline_arguments(
         self,

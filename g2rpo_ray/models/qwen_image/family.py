@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind
+from g2rpo_ray.models.family import Family, GuidanceKind, read_published
 from g2rpo_ray.models.latents import LatentShape, unpacked
-from g2rpo_ray.models.qwen_image.published import QWEN_IMAGE, QWEN_IMAGE_2512
 
 
 class QwenImage(Family):
@@ -35,7 +34,7 @@ class QwenImage(Family):
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
     )  # fmt: skip
     multiple_of = 16
-    published: ClassVar = {"Qwen-Image": QWEN_IMAGE, "Qwen-Image-2512": QWEN_IMAGE_2512}
+    published: ClassVar = read_published(__file__)
 
     def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:
         arguments = super().pipeline_arguments(guidance, negative_prompt)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind, ModelFolderError
+from g2rpo_ray.models.family import Family, GuidanceKind, ModelFolderError, read_published
 from g2rpo_ray.models.latents import LatentShape
-from g2rpo_ray.models.sd3.published import SD3_5_LARGE, SD3_5_MEDIUM
 
 CLIP_TOKENS = 77
 """Of the CLIP encoders, before those of T5."""
@@ -37,10 +36,7 @@ class Sd3(Family):
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
     multiple_of = 16
-    published: ClassVar = {
-        "stable-diffusion-3.5-medium": SD3_5_MEDIUM,
-        "stable-diffusion-3.5-large": SD3_5_LARGE,
-    }
+    published: ClassVar = read_published(__file__)
 
     @property
     def guidance_kind(self) -> GuidanceKind:

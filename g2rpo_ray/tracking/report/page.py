@@ -188,7 +188,7 @@ def _policy_charts(run: RunFolder) -> list[Markup]:
             ("below", ORANGE, "policy/clip_fraction_low"),
         ],
         "Gradient norm, before it is limited": [
-            ("mean of an iteration's updates", BLUE, "policy/grad_norm"),
+            ("mean of an iteration's updates", BLUE, "policy/grad_norm")
         ],
     }
     drawn = [

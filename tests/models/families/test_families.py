@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from g2rpo_ray.models.families import FAMILIES, open_family
+from g2rpo_ray.models.family import ModelFolderError
+from g2rpo_ray.models.fp8 import Float8Twin
 from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.policy import load_policy
+from g2rpo_ray.models.saving import adapter_tensors, load_adapter, save_adapter
+from g2rpo_ray.models.weights import trainable_parameters
 from tests.models.families.folders import GUIDED, TINY, family_config, tiny_folder
 from tests.rollout.test_update import update
 from tests.rollout.tiny import ALGORITHMS, PlainEngine
@@ -97,3 +101,32 @@ def test_a_compiled_network_draws_what_the_plain_one_does(name: str) -> None:
     with torch.no_grad():
         expected, found = plain(x, sigma, prompt.embeds), compiled(x, sigma, prompt.embeds)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_an_adapter_of_another_family_is_refused(name: str, tmp_path: Path) -> None:
+    config = family_config(name, "model.lora.rank=2")
+    family, lora = open_family(tiny_folder(name)), config.model.lora
+    assert lora is not None
+    save_adapter(adapter_tensors(trainable_parameters(load_policy(config)), lora), family, tmp_path)
+    for other in TINY:
+        foreign = load_policy(family_config(other))
+        if foreign.family.pipeline == family.pipeline:
+            load_adapter(foreign.transformer, tmp_path)
+        else:
+            with pytest.raises(ModelFolderError, match="it belongs to another model"):
+                load_adapter(foreign.transformer, tmp_path)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_float8_products_come_near_the_exact_velocity(name: str) -> None:
+    config = family_config(name)
+    (prompt,) = encode(config)[:1]
+    policy = load_policy(config)
+    twin = Float8Twin(policy).policy
+    x = torch.randn(2, *policy.shape.packed, generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([1.0, 0.4])
+    with torch.no_grad():
+        exact, rounded = policy(x, sigma, prompt.embeds), twin(x, sigma, prompt.embeds)
+    error = float((rounded - exact).norm() / exact.norm())
+    assert 0 < error < 0.2

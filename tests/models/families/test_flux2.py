@@ -10,7 +10,7 @@ import torch
 
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import ModelFolderError
-from g2rpo_ray.models.flux2.published import FLUX2_DEV, FLUX2_KLEIN
+from g2rpo_ray.models.flux2.family import PUBLISHED
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.plan.networks import planned_family, policy_size
@@ -78,8 +78,8 @@ def test_published_sizes() -> None:
 
 
 def test_which_are_gated() -> None:
-    assert FLUX2_DEV.terms
-    assert {name for name, model in FLUX2_KLEIN.items() if model.terms} == {
+    assert {name for name, model in PUBLISHED.items() if model.terms} == {
+        "FLUX.2-dev",
         "FLUX.2-klein-base-9B",
         "FLUX.2-klein-9B",
     }

@@ -1,12 +1,16 @@
 """Classifier-free guidance: two passes, counted, refused where a model takes none."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import ray
 import torch
 
+from g2rpo_ray import cli
 from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.config import config_from_dict
+from g2rpo_ray.config import config_from_dict, save_config
+from g2rpo_ray.doctor.checks.models import model_problems
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.models.policy import load_policy
@@ -68,6 +72,31 @@ def test_what_does_not_fit_the_model_is_said_before_anything_starts(
         with pytest.raises(ModelFolderError) as caught:
             check(config)
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train CONFIG", "plan CONFIG", "embed CONFIG prompts --out RUN/out", "sample RUN --prompt x",
+     "evaluate RUN", "export RUN --to RUN/out"],
+)  # fmt: skip
+def test_every_command_says_it_and_starts_nothing(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.chdir(tmp_path)
+    config = family_config("flux1_schnell", "sampling.guidance=3.5", run_dir=tmp_path)
+    save_config(config, tmp_path / "config.yaml")
+    words = command.replace("CONFIG", "config.yaml").replace("RUN", str(tmp_path))
+    assert cli.main(words.split()) == 2
+    assert "was distilled to take none; set sampling.guidance: 1" in capsys.readouterr().err
+    (problem,) = model_problems(config)
+    assert "was distilled to take none" in problem
 
 
 def test_both_passes_are_counted() -> None:

@@ -49,18 +49,16 @@ def draw(config: Config, checkpoint: str, folder: Path) -> np.ndarray:
 @pytest.mark.parametrize("name", TINY)
 def test_a_whole_run(start: Start, name: str, tmp_path: Path) -> None:
     config, killed = run_config(name, tmp_path / "whole"), run_config(name, tmp_path / "killed", 2)
-    whole = start(config)
-    assert whole.wait() == 0, whole.text
-    assert whole.left_over() == []
-
-    cut = start(killed)
+    whole, cut = start(config), start(killed)
     wait_until(
         lambda: bool(list_checkpoints(tmp_path / "killed")) or cut.process.poll() is not None,
         "a first checkpoint",
     )
     cut.kill()
     resumed = start(killed, "--resume", "auto")
-    assert resumed.wait() == 0, resumed.text
+    for command in (whole, resumed):
+        assert command.wait() == 0, command.text
+        assert command.left_over() == []
     # By two workers and through a kill, as by one in one go.
     assert_same_bits(tmp_path / "killed", tmp_path / "whole")
 
