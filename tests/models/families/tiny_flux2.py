@@ -25,7 +25,7 @@ CHAT = "{% for m in messages if m.role == 'user' %}{{ m.content[0].text }}{% end
 def build_klein(folder: Path, *, distilled: bool = False) -> None:
     tokenizer = tiny_qwen.tokenizer()
     Flux2KleinPipeline(
-        **_parts(guidance=False),
+        **_parts(heads=2),
         text_encoder=tiny_qwen.qwen3(len(tokenizer)),
         tokenizer=tokenizer,
         is_distilled=distilled,
@@ -56,7 +56,7 @@ def build_dev(folder: Path) -> None:
         "head_dim": 8,
     }
     Flux2Pipeline(
-        **_parts(guidance=True),
+        **_parts(heads=3),
         text_encoder=Mistral3ForConditionalGeneration(
             Mistral3Config(text_config=text, vision_config=vision)
         ),
@@ -70,7 +70,8 @@ def build_dev(folder: Path) -> None:
     _name_layers(folder)
 
 
-def _parts(*, guidance: bool) -> dict[str, object]:
+def _parts(*, heads: int) -> dict[str, object]:
+    """dev is wider than klein, and has guidance embedded."""
     vae = AutoencoderKLFlux2(
         block_out_channels=(8, 8, 16, 16),
         layers_per_block=1,
@@ -87,11 +88,11 @@ def _parts(*, guidance: bool) -> dict[str, object]:
             num_layers=1,
             num_single_layers=1,
             attention_head_dim=16,
-            num_attention_heads=2,
+            num_attention_heads=heads,
             joint_attention_dim=3 * 16,
             timestep_guidance_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
-            guidance_embeds=guidance,
+            guidance_embeds=heads == 3,
         ),
         "vae": vae,
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
