@@ -22,6 +22,7 @@ LORA_ALONE = {
     "flux2_klein_4b_g2rpo_hps": 424,
     "qwen_image_g2rpo_hps": 714,
     "sd3_5_medium_g2rpo_hps": 1066,
+    "z_image_g2rpo_hps": 714,
 }
 """Of recipes that have no twin for all weights."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from g2rpo_ray.config import Config, config_from_dict
-from tests.models.families import tiny_flux1, tiny_flux2, tiny_qwen_image, tiny_sd3
+from tests.models.families import tiny_flux1, tiny_flux2, tiny_qwen_image, tiny_sd3, tiny_z_image
 from tests.tiny import tiny_config
 
 
@@ -33,6 +33,7 @@ TINY = {
     "flux2_klein_distilled": Tiny(tiny_flux2.build_klein_distilled, ((1.0, ""),)),
     "qwen_image": Tiny(tiny_qwen_image.build, ((4.0, "a blue square"), (1.0, ""))),
     "sd3": Tiny(tiny_sd3.build, ((4.5, "a blue square"), (1.0, ""))),
+    "z_image": Tiny(tiny_z_image.build, ((4.0, "a blue square"), (0.0, ""))),
 }
 GUIDED = [(name, *guidance) for name, tiny in TINY.items() for guidance in tiny.guidances]
 
