@@ -187,7 +187,8 @@ class LearnerEngine:
                 alone would move them.
 
         Raises:
-            LearnerError: the gradient is not finite. The weights are already lost then.
+            LearnerError: the gradient is not finite. DeepSpeed has skipped the step then: the
+                weights are as they were.
         """
         self._accumulation.close()
         self._accumulates = False

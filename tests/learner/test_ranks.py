@@ -63,7 +63,9 @@ class Rank(Learner):
 
     def step_with_gradient(self, value: float) -> float:
         """An optimizer step on a gradient that is ``value`` everywhere."""
-        embeds = Conditioning({"t5": torch.zeros(10, 64), "pooled": torch.zeros(64)})
+        dtype = next(self.engine.policy.parameters()).dtype
+        texts = {"t5": torch.zeros(10, 64, dtype=dtype), "pooled": torch.zeros(64, dtype=dtype)}
+        embeds = Conditioning(texts)
         latents = torch.zeros(1, *self.engine.policy.shape.packed)
         velocity = self.engine(latents, torch.ones(1), embeds)
         self.engine.backward(velocity.sum() * value, last=True)
@@ -373,16 +375,29 @@ def test_groups_of_other_batch_sizes_do_not_part_the_ranks(
     assert norms[0][0] == pytest.approx(norms[1][0], rel=ROUNDING)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["learner.zero_stage=1"],
+        ["learner.zero_stage=3"],
+        ["model.dtype=bfloat16"],
+        ["model.dtype=bfloat16", "learner.zero_stage=1"],
+        ["model.dtype=bfloat16", "learner.zero_stage=3"],
+    ],
+)
 @pytest.mark.parametrize(("count", "value"), [(1, float("inf")), (2, float("nan"))])
 def test_a_gradient_that_is_no_number_stops_the_run(
-    ranks: dict[int, Ranks], count: int, value: float
+    ranks: dict[int, Ranks], count: int, value: float, overrides: list[str]
 ) -> None:
-    ranks[count].start(*MODES["full"])
+    ranks[count].start(*MODES["full"], *overrides)
+    before = ranks[count].state()
     with pytest.raises(LearnerError) as caught:
         ranks[count].call("step_with_gradient", value)
     message = str(caught.value)
     assert "the gradient norm of update 0 is" in message
     assert "resume from the last checkpoint" in message
+    assert equal_weights(ranks[count].state(), before)
 
 
 def test_a_failure_to_compile_names_the_setting(

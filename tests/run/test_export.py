@@ -202,8 +202,8 @@ def test_the_card_shows_the_scores_of_these_weights_alone(
     metrics = Path(config.run_dir, "metrics.jsonl")
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    def card(name: str, checkpoint: str = "last", **options: bool) -> str:
-        export(config, tmp_path / name, checkpoint, **options)
+    def card(name: str, checkpoint: str = "last", average: bool = False) -> str:
+        export(config, tmp_path / name, checkpoint, average=average)
         return (tmp_path / name / "README.md").read_text()
 
     # The run went on to iteration 9; what is exported is of iteration 7.
