@@ -1,1 +1,1 @@
-"""Z-Image: base and Turbo."""
+"""Z-Image: base, and Turbo, which was distilled from it."""
