@@ -51,7 +51,7 @@ def by_diffusers(family: Family, folder: Path, options: argparse.Namespace) -> W
 
     pipeline.scheduler.step = recorded
     (pictures, *_) = pipeline(
-        options.prompt,
+        prompt=options.prompt,
         height=options.height,
         width=options.width,
         num_inference_steps=options.steps,

@@ -9,10 +9,13 @@ from g2rpo_ray.common.weight_files import refuse_quantiser
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.flux1.family import Flux1
+from g2rpo_ray.models.flux2.family import Flux2, Flux2Klein
 from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.qwen_image.family import QwenImage
 from g2rpo_ray.models.sd3.family import Sd3
+from g2rpo_ray.models.z_image.family import ZImage
 
-FAMILIES: tuple[type[Family], ...] = (Flux1, Sd3)
+FAMILIES: tuple[type[Family], ...] = (Flux1, Sd3, Flux2, Flux2Klein, QwenImage, ZImage)
 
 
 def open_family(folder: Path) -> Family:

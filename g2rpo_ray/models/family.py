@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import diffusers
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,8 @@ class Family(ABC):
     """Parts that a folder must have, and their classes in diffusers or transformers."""
     blocks: ClassVar[tuple[str, ...]]
     """Classes of the transformer's repeated blocks, which are compiled and rounded to float8."""
+    text_varies: ClassVar[bool] = False
+    """Whether conditioning keeps each text's own length, so that compiled code meets many."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Endings of the names of modules that get an adapter, where the run names none."""
     multiple_of: ClassVar[int]
@@ -134,6 +137,27 @@ class Family(ABC):
         """Why the parts of ``folder`` do not fit each other or cannot be trained, if so."""
         return None
 
+    def channels_problem(
+        self, folder: Path, taken: int, predicted: int, latent: int, packed: int
+    ) -> str | None:
+        """Why a transformer cannot be trained on a VAE's latents, if it cannot.
+
+        Args:
+            taken: channels of a token that the transformer takes.
+            predicted: and that it predicts.
+            latent: channels of the VAE's latents.
+            packed: channels of a token of them.
+        """
+        if taken == predicted == packed:
+            return None
+        packing = f", packed {packed // latent} x {latent} = {packed}" if packed != latent else ""
+        return (
+            f"{folder}/transformer/config.json: the transformer takes in_channels {taken} and "
+            f"predicts out_channels {predicted}; {folder}/vae/config.json has latent_channels "
+            f"{latent}{packing}. All three must be equal: a {self.pipeline} with further inputs "
+            "(Fill, Control) or another model's VAE cannot be trained here"
+        )
+
     @abstractmethod
     def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
         """Of a picture, or of a video's frames, by their size in pixels.
@@ -150,19 +174,15 @@ class Family(ABC):
         """float32 ``[steps + 1]`` from 1 to 0: sigmas as the folder's own scheduler has them."""
 
     def own_schedule(
-        self,
-        steps: int,
-        *,
-        tokens: int = 0,
-        mu: float | None = None,
-        sigmas: list[float] | None = None,
+        self, steps: int, *, tokens: int = 0, mu: float | None = None, even: bool = True
     ) -> Tensor:
         """``schedule`` by diffusers' scheduler and the folder's ``scheduler_config.json``.
 
         Args:
             tokens: in which the network takes the picture; a dynamic shift is linear in them.
             mu: a dynamic shift of another form instead.
-            sigmas: before the shift, ``[steps]``; none leaves them to the scheduler.
+            even: from 1 to 1 / steps before the shift, as most pipelines ask for; not leaves the
+                sigmas to the scheduler.
 
         Raises:
             ModelFolderError: as of ``scheduler_config``.
@@ -172,7 +192,8 @@ class Family(ABC):
         if mu is None and c.use_dynamic_shifting:
             slope = (c.max_shift - c.base_shift) / (c.max_image_seq_len - c.base_image_seq_len)
             mu = c.base_shift + slope * (tokens - c.base_image_seq_len)
-        scheduler.set_timesteps(None if sigmas else steps, mu=mu, sigmas=sigmas)
+        sigmas = np.linspace(1.0, 1 / steps, steps) if even else None
+        scheduler.set_timesteps(steps, mu=mu, sigmas=sigmas)
         schedule: Tensor = scheduler.sigmas
         return schedule
 

@@ -18,6 +18,11 @@ COMPILE_ERRORS = (TorchDynamoException, InductorError)
 SDPA_KERNELS = ("cudnn", "flash", "efficient", "math")
 
 
+CODES = 32
+"""Most compiled codes of one kind of block where texts vary: of every place that it has in the
+network, for one sample and for several, with and without a mask. PyTorch's own limit is 8."""
+
+
 class AttentionBackendError(InputError):
     """The attention backend is unknown or not installed here."""
 
@@ -49,7 +54,8 @@ def choose_attention(transformer: Any, backend: str) -> None:
 
 
 def compile_blocks(policy: Policy, cache: Path | None, *, trained: bool = True) -> None:
-    """Compile the repeated blocks when they are first called, for each shape of its own.
+    """Compile the repeated blocks when they are first called, for each shape of its own or, in a
+    family whose texts vary, for all lengths.
 
     Args:
         cache: folder of compiled code, shared by workers and runs; none is PyTorch's, one for each
@@ -61,17 +67,22 @@ def compile_blocks(policy: Policy, cache: Path | None, *, trained: bool = True) 
         policy.family.fuse(policy.transformer)
     if cache is not None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    if policy.family.text_varies:
+        torch._dynamo.config.recompile_limit = CODES
     for _, block in policy.blocks():
-        block.compile(fullgraph=True, dynamic=False)
+        # Automatic: shapes that changed once may change from then on, in the same code.
+        block.compile(fullgraph=True, dynamic=None if policy.family.text_varies else False)
 
 
 def compile_decoder(decoder: nn.Module) -> None:
     """Compile a VAE's decoder when it is first called.
 
     Channels last suits the card's convolutions, but only in compiled code (H100, 720 x 720: 20 ms a
-    picture; eager 33, eager with channels last 38).
+    picture; eager 33, eager with channels last 38). A decoder that knows videos has weights of five
+    axes, which have no such order.
     """
-    decoder.to(memory_format=torch.channels_last)
+    if all(parameter.ndim < 5 for parameter in decoder.parameters()):
+        decoder.to(memory_format=torch.channels_last)
     decoder.compile(fullgraph=True, dynamic=False)
 
 

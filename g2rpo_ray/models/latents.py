@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class LatentShape:
@@ -20,3 +22,9 @@ class LatentShape:
     def packed(self) -> tuple[int, int]:
         """(tokens, channels) of one sample."""
         return self.frames * self.height * self.width, self.channels
+
+
+def unpacked(x: Tensor, latents: LatentShape) -> Tensor:
+    """``[B, tokens, 4 C]``, a token for each 2 x 2 latents, to the VAE's ``[B, C, 2 h, 2 w]``."""
+    tokens = x.unflatten(1, (latents.height, latents.width)).unflatten(3, (-1, 2, 2))
+    return tokens.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)

@@ -19,7 +19,12 @@ EVALUATIONS = {
     "flux_dance_grpo": 25 * 12,
 }
 """Of one prompt in the first iteration."""
-LORA_ALONE = {"sd3_5_medium_g2rpo_hps": 1066}
+LORA_ALONE = {
+    "flux2_klein_4b_g2rpo_hps": 424,
+    "qwen_image_g2rpo_hps": 714,
+    "sd3_5_medium_g2rpo_hps": 1066,
+    "z_image_g2rpo_hps": 714,
+}
 """Of recipes that have no twin for all weights."""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from g2rpo_ray.maths.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family, GuidanceKind, read_published
-from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.latents import LatentShape, unpacked
 
 
 class Flux1(Family):
@@ -42,14 +42,7 @@ class Flux1(Family):
         network, latent = self.configs["transformer"], self._vae_channels
         taken = network.get("in_channels", 64)
         predicted = taken if network.get("out_channels") is None else network["out_channels"]
-        if taken == predicted == 4 * latent:
-            return None
-        return (
-            f"{folder}/transformer/config.json: the transformer takes in_channels {taken} and "
-            f"predicts out_channels {predicted}; {folder}/vae/config.json has latent_channels "
-            f"{latent}, packed 4 x {latent} = {4 * latent}. All three must be equal: a FLUX with "
-            "further inputs (Fill, Control) or another model's VAE cannot be trained here"
-        )
+        return self.channels_problem(folder, taken, predicted, latent, 4 * latent)
 
     @property
     def guidance_kind(self) -> GuidanceKind:
@@ -110,12 +103,9 @@ class Flux1(Family):
         return velocity.float()
 
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
-        batch, height, width = len(x), latents.height, latents.width
-        tokens = x.view(batch, height, width, latents.channels // 4, 2, 2)
-        unpacked = tokens.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, 2 * height, 2 * width)
-        unpacked = unpacked / vae.config.scaling_factor + vae.config.shift_factor
-        unpacked = unpacked.to(vae.dtype).contiguous(memory_format=torch.channels_last)
-        return vae.decode(unpacked, return_dict=False)[0]
+        x = unpacked(x, latents) / vae.config.scaling_factor + vae.config.shift_factor
+        x = x.to(vae.dtype).contiguous(memory_format=torch.channels_last)
+        return vae.decode(x, return_dict=False)[0]
 
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")

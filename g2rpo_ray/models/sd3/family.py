@@ -46,14 +46,7 @@ class Sd3(Family):
         # What a file leaves out has diffusers' default.
         network, latent = self.configs["transformer"], self._channels
         taken, predicted = network.get("in_channels", 16), network.get("out_channels", 16)
-        if taken == (predicted or taken) == latent:
-            return None
-        return (
-            f"{folder}/transformer/config.json: the transformer takes in_channels {taken} and "
-            f"predicts out_channels {predicted}; {folder}/vae/config.json has latent_channels "
-            f"{latent}. All three must be equal: an SD3 with further inputs or another model's VAE "
-            "cannot be trained here"
-        )
+        return self.channels_problem(folder, taken, predicted or taken, latent, latent)
 
     def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
         largest = 16 * self.configs["transformer"].get("pos_embed_max_size", 96)
@@ -65,7 +58,7 @@ class Sd3(Family):
         return LatentShape(height // 8, width // 8, self._channels, frames)
 
     def schedule(self, steps: int, latents: LatentShape) -> Tensor:
-        return self.own_schedule(steps, tokens=latents.packed[0] // 4)
+        return self.own_schedule(steps, tokens=latents.packed[0] // 4, even=False)
 
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
         joint, _, pooled, _ = pipeline.encode_prompt(

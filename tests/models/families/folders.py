@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from g2rpo_ray.config import Config, config_from_dict
-from tests.models.families import tiny_flux1, tiny_sd3
+from tests.models.families import tiny_flux1, tiny_flux2, tiny_qwen_image, tiny_sd3, tiny_z_image
 from tests.tiny import tiny_config
 
 
@@ -28,7 +28,12 @@ class Tiny:
 TINY = {
     "flux1_dev": Tiny(tiny_flux1.build_dev, ((3.5, ""), (1.0, ""))),
     "flux1_schnell": Tiny(tiny_flux1.build_schnell, ((1.0, ""), (0.0, ""))),
+    "flux2_dev": Tiny(tiny_flux2.build_dev, ((4.0, ""), (1.0, ""))),
+    "flux2_klein": Tiny(tiny_flux2.build_klein, ((4.0, ""), (1.0, ""))),
+    "flux2_klein_distilled": Tiny(tiny_flux2.build_klein_distilled, ((1.0, ""),)),
+    "qwen_image": Tiny(tiny_qwen_image.build, ((4.0, "a blue square"), (1.0, ""))),
     "sd3": Tiny(tiny_sd3.build, ((4.5, "a blue square"), (1.0, ""))),
+    "z_image": Tiny(tiny_z_image.build, ((4.0, "a blue square"), (0.0, ""))),
 }
 GUIDED = [(name, *guidance) for name, tiny in TINY.items() for guidance in tiny.guidances]
 

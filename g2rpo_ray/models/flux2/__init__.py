@@ -1,0 +1,1 @@
+"""FLUX.2: dev, and the kleins."""

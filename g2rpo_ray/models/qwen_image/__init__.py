@@ -1,0 +1,1 @@
+"""Qwen-Image, and what has its architecture."""

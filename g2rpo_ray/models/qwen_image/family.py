@@ -1,0 +1,117 @@
+"""How Qwen-Image is called: its latents, text, network and VAE."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.family import Family, GuidanceKind, read_published
+from g2rpo_ray.models.latents import LatentShape, unpacked
+
+
+class QwenImage(Family):
+    """One token is 2 x 2 latents of the VAE, which shrinks pictures by 8.
+
+    Texts are padded to one length and masked, so that compiled code meets one shape. Padding
+    changes nothing but rounding: no token attends to it, and the places of picture and text do not
+    depend on it.
+    """
+
+    pipeline = "QwenImagePipeline"
+    parts: ClassVar = {
+        "transformer": "QwenImageTransformer2DModel",
+        "vae": "AutoencoderKLQwenImage",
+        "text_encoder": "Qwen2_5_VLForConditionalGeneration",
+        "tokenizer": "Qwen2Tokenizer",
+    }
+    blocks = ("QwenImageTransformerBlock",)
+    lora_targets = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+        "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
+    )  # fmt: skip
+    multiple_of = 16
+    published: ClassVar = read_published(__file__)
+
+    def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:
+        arguments = super().pipeline_arguments(guidance, negative_prompt)
+        return {"true_cfg_scale": arguments.pop("guidance_scale")} | arguments
+
+    def problem(self, folder: Path) -> str | None:
+        network, latent = self.configs["transformer"], self._vae_channels
+        taken, patch = network.get("in_channels", 64), network.get("patch_size", 2)
+        predicted = (network.get("out_channels", 16) or taken) * patch**2
+        return self.channels_problem(folder, taken, predicted, latent, 4 * latent)
+
+    @property
+    def guidance_kind(self) -> GuidanceKind:
+        return "cfg"
+
+    def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
+        return LatentShape(height // 16, width // 16, 4 * self._vae_channels, frames)
+
+    def schedule(self, steps: int, latents: LatentShape) -> Tensor:
+        return self.own_schedule(steps, tokens=latents.packed[0])
+
+    def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
+        embeds = pipeline.encode_prompt(text, max_sequence_length=length)[0][0]
+        padding = length - len(embeds)
+        mask = pad(torch.ones_like(embeds[:, 0]), (0, padding))
+        return Conditioning({"text": pad(embeds, (0, 0, 0, padding)), "mask": mask})
+
+    def blank(
+        self, transformer: Any, length: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Conditioning:
+        width = transformer.config.joint_attention_dim
+        text = torch.zeros(length, width, dtype=dtype, device=device)
+        return Conditioning({"text": text, "mask": torch.ones_like(text[:, 0])})
+
+    def velocity(
+        self,
+        transformer: Any,
+        x: Tensor,
+        sigma: Tensor,
+        conditioning: Conditioning,
+        guidance: float,
+        latents: LatentShape,
+    ) -> Tensor:
+        batch, dtype = len(x), conditioning["text"].dtype
+        sides = [conditioning]
+        if self.passes(guidance) == 2:
+            sides.append(conditioning.opposite)
+        text, mask = (
+            torch.stack([side[name] for side in sides]).repeat_interleave(batch, dim=0)
+            for name in ("text", "mask")
+        )
+        velocity: Tensor = transformer(
+            hidden_states=x.to(dtype).repeat(len(sides), 1, 1),
+            # Rounded where the pipeline rounds it.
+            timestep=((sigma * 1000).to(dtype) / 1000).repeat(len(sides)),
+            encoder_hidden_states=text,
+            encoder_hidden_states_mask=mask != 0,
+            img_shapes=[[(1, latents.height, latents.width)]] * len(text),
+            return_dict=False,
+        )[0].float()
+        if len(sides) == 1:
+            return velocity
+        positive, negative = velocity.chunk(2)
+        guided = negative + guidance * (positive - negative)
+        return guided * (positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+    def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
+        mean, deviation = (
+            torch.tensor(values, device=x.device)[:, None, None]
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        x = (unpacked(x, latents) * deviation + mean).to(vae.dtype)
+        return vae.decode(x[:, :, None], return_dict=False)[0][:, :, 0]
+
+    def is_modulation(self, name: str) -> bool:
+        return name in ("img_mod.1", "txt_mod.1")
+
+    @property
+    def _vae_channels(self) -> int:
+        return self.configs["vae"].get("z_dim", 16)

@@ -1,0 +1,1 @@
+"""Z-Image: base, and Turbo, which was distilled from it."""
