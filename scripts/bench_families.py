@@ -33,7 +33,6 @@ import true_size
 from bench_scale import Bench
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.models.families import open_family
 from g2rpo_ray.plan.costs import load_costs
 from g2rpo_ray.plan.networks import planned_family
 from g2rpo_ray.plan.plan import as_json, make_plan
@@ -86,12 +85,12 @@ class FamilyBench(Bench):
             "matrix TFLOP/s": matrix, "generate: share of it": work / seconds / matrix,
             "iteration: share of it": (work + learned) / found["iteration_s"] / matrix,
             "learner pass: share of it": learner["share_of_matrix_rate"],
-            "first |log ratio|": found["first_max_abs_log_ratio"],
+            "first log ratio": found["first_max_abs_log_ratio"],
         }  # fmt: skip
         for name in ("generate_s", "learn_s", "sync_s"):
             row[name], row[f"planned {name}"] = found[name], plan["configured"][name]
         for role, gib in found["memory_gib"].items():
-            row[f"{role}, GiB"] = gib.get("allocated_peak", gib["host_peak"])
+            row[f"{role}, GiB"] = gib.get("allocated_peak", gib.get("host_peak"))
             row[f"planned {role}, GiB"] = sum(plan["memory_gib"][role.rpartition(" ")[0]].values())
         return row
 
@@ -99,28 +98,31 @@ class FamilyBench(Bench):
 def measure(recipe: Path, options: argparse.Namespace) -> None:
     """Of one recipe, in this process."""
     name, out = recipe.stem, options.out.absolute()
-    asked = options.overrides
     with tempfile.TemporaryDirectory() as scratch:
         os.chdir(scratch)
         config = make_config(recipe, options)
-        if not (folder := resolve_path(config.model.path)).exists():
-            family, _ = planned_family(config.model.path)
-            weights = not config.model.random_weights
-            true_size.write_model(folder, family, networks=weights, text_encoders=False)
-        write_scorers = true_size.write_tiny_scorers if options.tiny else true_size.write_scorers
-        write_scorers(config)
-        texts = [f"{measuring.PROMPT} {n}" for n in range(config.sampling.prompts_per_iteration)]
-        for path in (config.prompts.train, config.prompts.heldout):
-            true_size.write_embeddings(config, resolve_path(path), texts)
+        write_model(config)
+        (true_size.write_tiny_scorers if options.tiny else true_size.write_scorers)(config)
         plan = as_json(make_plan(config, load_costs(), None, options.card))
         plan["policy"]["evaluation_tflop"] = sum(plan["policy"]["evaluation"].values()) / 1e12
         card = measuring.card_name(torch.device("cpu" if options.tiny else "cuda"))
-        facts = {"recipe": name, "overrides": asked, "card": card, "torch": torch.__version__}
-        facts["family"] = open_family(folder).pipeline
+        facts = {"recipe": name, "overrides": options.overrides, "card": card}
+        facts["torch"], facts["model"] = torch.__version__, plan["policy"]["source"]
         facts["files_s"] = round(time.perf_counter() - options.began_s, 1)
-        print(f"files: {facts['files_s']} s")
+        print(f"files and plan: {facts['files_s']} s")
         turns = Turns(out / "turns", name, options.count)
         FamilyBench(config, out / f"{name}.json", facts).measure(turns, plan)
+
+
+def write_model(config: Config) -> None:
+    """Where none is yet; and the embeddings of the texts that are drawn."""
+    if not (folder := resolve_path(config.model.path)).exists():
+        family, _ = planned_family(config.model.path)
+        weights = not config.model.random_weights
+        true_size.write_model(folder, family, networks=weights, text_encoders=False)
+    texts = [f"{measuring.PROMPT} {n}" for n in range(config.sampling.prompts_per_iteration)]
+    for path in (config.prompts.train, config.prompts.heldout):
+        true_size.write_embeddings(config, resolve_path(path), texts)
 
 
 def make_config(recipe: Path, options: argparse.Namespace) -> Config:
@@ -165,7 +167,8 @@ def run_together(recipes: list[Path], options: argparse.Namespace, passed: list[
                 process.wait()
             if process.poll() is not None:
                 print(f"{name}: exit code {process.returncode} after {past_s:.0f} s")
-                print("".join((options.out / f"{name}.log").read_text().splitlines(True)[-12:]))
+                lines = 60 if process.returncode else 12
+                print("".join((options.out / f"{name}.log").read_text().splitlines(True)[-lines:]))
                 (turns / name).touch()
                 del running[name]
         time.sleep(0.2)

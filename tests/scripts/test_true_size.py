@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import open_clip
 import pytest
@@ -20,14 +21,14 @@ from g2rpo_ray.rewards.scorers.clip import ClipScorer
 from tests.models.families.folders import TINY, family_config, tiny_folder
 from tests.scripts.loading import SCRIPTS, load_script
 
-CLIP = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-TEXT = {
+CLIP: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
-VISION = {"hidden_size": 32, "intermediate_size": 32}
+VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "CLIP-L": CLIP | {"projection_dim": 64},
     "CLIP-G": CLIP | {"projection_dim": 64},
     "T5-XXL": {"d_model": 128, "d_ff": 128, "num_layers": 2, "num_heads": 4},
