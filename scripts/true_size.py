@@ -9,6 +9,7 @@ encoders, VAE, tokenizers with whole vocabularies, HPS's ``.pt``, CLIP's folder,
 """
 
 import io
+import itertools
 import json
 import math
 import shutil
@@ -180,6 +181,8 @@ def write_model(
             network.config.save_pretrained(place)
             if text_encoders:
                 write_weights(network, torch.bfloat16, place, "model")
+            else:
+                save_file({}, place / "model.safetensors", metadata={"format": "pt"})
         index[part] = ["diffusers" if part in ("transformer", "vae") else "transformers", kind]
         print(part)
     scheduler = FlowMatchEulerDiscreteScheduler(**family.configs["scheduler"])
@@ -302,7 +305,7 @@ def write_tokenizer(kind: str, folder: Path) -> None:
 def byte_level(size: int, *special: str) -> transformers.Qwen2Tokenizer:
     """Byte-level BPE of ``size`` tokens, special ones behind them.
 
-    Its merges are CLIP's without the mark of a word's end; no text uses what these leave.
+    Its merges are CLIP's without the mark of a word's end, then some that few texts meet.
     """
     merges: dict[tuple[str, str], None] = {}
     vocabulary = {token: n for n, token in enumerate(bytes_to_unicode().values())}
@@ -311,7 +314,14 @@ def byte_level(size: int, *special: str) -> transformers.Qwen2Tokenizer:
         if pair[1] and {*pair} <= vocabulary.keys():
             merges[pair] = None
             vocabulary.setdefault("".join(pair), len(vocabulary))
-    vocabulary |= {f"<unused {n}>": n for n in range(len(vocabulary), size)}
+    # The last merges begin with bytes that no text has: control characters come first.
+    rare = [token for token in bytes_to_unicode().values() if ord(token) > 255]
+    for pair in itertools.product(rare, list(vocabulary)):
+        if len(vocabulary) == size:
+            break
+        if "".join(pair) not in vocabulary:
+            merges[pair] = None
+            vocabulary["".join(pair)] = len(vocabulary)
     for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *special):
         vocabulary[token] = len(vocabulary)
     return transformers.Qwen2Tokenizer(

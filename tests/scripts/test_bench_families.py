@@ -47,7 +47,7 @@ def test_a_run_takes_the_files_that_are_written(
     encoder = PromptEncoder(config)
     prompt = encoder.encode(0, f"{bench.measuring.PROMPT} 0").embeds
     assert prompt.negative is not None
-    assert not list(tmp_path.rglob("model*.safetensors"))
+    assert sum(file.stat().st_size for file in tmp_path.rglob("model*.safetensors")) < 1000
 
 
 def test_nobody_measures_before_all_are_warm_nor_beside_another(
