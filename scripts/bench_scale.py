@@ -46,6 +46,9 @@ STAGES = "sync,pass,iteration,checkpoint"
 class Bench:
     """The stages of one setup; what was measured is written after every stage."""
 
+    batches: tuple[int, ...] = (1, 4)
+    """Latents of a learner pass."""
+
     def __init__(self, config: Config, path: Path, facts: dict[str, Any]) -> None:
         self.config, self.path = config, path
         self.content = facts | {"stages": {}}
@@ -116,7 +119,7 @@ class Bench:
 
     def learner_pass(self) -> None:
         """Forward and backward, accumulating, as between two optimizer steps."""
-        for batch in (1, 4):
+        for batch in self.batches:
             with self.stage(f"learner pass, batch {batch}", 150) as found:
                 ranks = self.roles.learner.ranks
                 found |= ray.get([r.__ray_call__.remote(_time_passes, batch) for r in ranks])[0]
@@ -126,26 +129,29 @@ class Bench:
 
     def iterations(self) -> None:
         """Generate, learn, sync: the first warms up (compilation, buffers)."""
-        roles = self.roles
         for number in range(2):
-            with self.stage(f"iteration {number}", 240) as found:
-                count = self.config.sampling.prompts_per_iteration
-                texts = [f"{measuring.PROMPT} {n}" for n in range(count)]
-                prompts = [roles.encoder.encode.remote(n, text) for n, text in enumerate(texts)]
-                started_s = time.perf_counter()
-                draw = partial(roles.pool.generate, prompts, number, lambda *_: None)
-                found["generate_s"], (summaries, groups) = measuring.timed(draw)
-                found["evaluations"] = sum(s.evaluations for s in summaries)
-                found["pictures"] = sum(s.pictures for s in summaries)
-                learn = partial(roles.learner.update, groups)
-                found["learn_s"], update = measuring.timed(learn)
-                found["passes"] = len(update.records)
-                found["first_max_abs_log_ratio"] = max(
-                    r.health.max_abs_log_ratio for r in update.records if r.update == 0
-                )
-                found["grad_norms"] = update.grad_norms
-                found["sync_s"], _ = measuring.timed(roles.sync)
-                found["iteration_s"] = time.perf_counter() - started_s
+            self.iteration(number)
+
+    def iteration(self, number: int) -> None:
+        roles = self.roles
+        with self.stage(f"iteration {number}", 240) as found:
+            count = self.config.sampling.prompts_per_iteration
+            texts = [f"{measuring.PROMPT} {n}" for n in range(count)]
+            prompts = [roles.encoder.encode.remote(n, text) for n, text in enumerate(texts)]
+            started_s = time.perf_counter()
+            draw = partial(roles.pool.generate, prompts, number, lambda *_: None)
+            found["generate_s"], (summaries, groups) = measuring.timed(draw)
+            found["evaluations"] = sum(s.evaluations for s in summaries)
+            found["pictures"] = sum(s.pictures for s in summaries)
+            learn = partial(roles.learner.update, groups)
+            found["learn_s"], update = measuring.timed(learn)
+            found["passes"] = len(update.records)
+            found["first_max_abs_log_ratio"] = max(
+                r.health.max_abs_log_ratio for r in update.records if r.update == 0
+            )
+            found["grad_norms"] = update.grad_norms
+            found["sync_s"], _ = measuring.timed(roles.sync)
+            found["iteration_s"] = time.perf_counter() - started_s
 
     def checkpoint(self) -> None:
         """Until it is copied, and until it is whole on the disk and checked."""

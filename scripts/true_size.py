@@ -2,47 +2,66 @@
 
     cd FOLDER && python ROOT/scripts/true_size.py ROOT/configs/flux_g2rpo_hps_lora.yaml
     ... --tiny                                             # the tiny world's files in their place
+    ... --embedded                   # text encoders without weights; random embeddings, no prompts
 
 For FLUX.1-dev that is 40 GB, in the layout and the shards of the published files: transformer, text
 encoders, VAE, tokenizers with whole vocabularies, HPS's ``.pt``, CLIP's folder, and prompts.
 """
 
 import io
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import open_clip
+import pyarrow as pa
+import pyarrow.parquet as pq
 import sentencepiece
 import torch
 import transformers
+import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
+from open_clip.tokenizer import bytes_to_unicode
 from safetensors.torch import save_file
 from sentencepiece import sentencepiece_model_pb2
 from torch import Tensor, nn
 
 import measuring
+from g2rpo_ray.common.files import sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.models.families import negative_prompt, open_family
 from g2rpo_ray.models.family import Family
-from g2rpo_ray.models.loading import RANDOM_STD, on_meta
+from g2rpo_ray.models.loading import DTYPES, RANDOM_STD, on_meta
 from g2rpo_ray.plan.networks import planned_family
+from g2rpo_ray.prompts.embeddings import (
+    NEGATIVE_FILE,
+    Manifest,
+    ShardFile,
+    encoder_fingerprint,
+    prompt_checksum,
+    stacked,
+    write_manifest,
+)
+from g2rpo_ray.prompts.reading import PROMPTS_FILE
 
-TEXT_ENCODERS: dict[str, dict[str, Any]] = {
-    "CLIPTextModel": {
-        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
-        "num_attention_heads": 12, "projection_dim": 768, "vocab_size": 49408,
-        "max_position_embeddings": 77, "bos_token_id": 0, "eos_token_id": 2,
-    },
-    "T5EncoderModel": {
-        "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "num_layers": 24,
-        "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-"""Published sizes by class: CLIP-L, T5 v1.1 XXL."""
+TEXT_ENCODERS: dict[str, dict[str, Any]] = yaml.safe_load(
+    (measuring.ROOT / "scripts" / "text_encoders.yaml").read_text(encoding="utf-8")
+)
+QWEN_TOKENS, MISTRAL_TOKENS = 151_643, 131_000
+"""Of the vocabularies, before their special tokens."""
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if m.content is string else m.content[0].text }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""What the published templates make of the pipelines' messages: roles, texts, thoughts left out."""
 SHARD_BYTES = {"transformer": 10_000_000_000, "text_encoder": 5_000_000_000}
 """Most of a file, by the part's first words; published folders are cut so."""
 PROMPTS = {"train": 24, "heldout": 8}
@@ -52,49 +71,85 @@ def main() -> None:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--tiny", action="store_true", help="the tiny world's files")
+    parser.add_argument("--embedded", action="store_true", help="random embeddings of prompts")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     options = parser.parse_args()
     config = load_config(options.recipe, options.overrides)
-    write_prompts(config, options.tiny)
-    (write_tiny if options.tiny else write_true_size)(config)
+    if (folder := resolve_path(config.model.path)).exists():
+        raise SystemExit(f"{folder} is there already")
+    if options.tiny:
+        shutil.copytree(resolve_path("tiny_world:flux"), folder)
+    else:
+        family, source = planned_family(config.model.path)
+        print(f"{folder}: {source}")
+        write_model(folder, family, text_encoders=not options.embedded)
+    (write_tiny_scorers if options.tiny else write_scorers)(config)
+    write_prompts(config, options.tiny, options.embedded)
 
 
-def write_prompts(config: Config, tiny: bool) -> None:
+def write_prompts(config: Config, tiny: bool, embedded: bool = False) -> None:
     """A prompt a line; those of the tiny world are all that its tokenizers know."""
     for split in PROMPTS:
         path = resolve_path(getattr(config.prompts, split))
         path.parent.mkdir(parents=True, exist_ok=True)
         known = resolve_path(f"tiny_world:prompts/{split}.txt").read_text().splitlines()
         texts = known if tiny else [f"{text}, on a {split} day" for text in known]
-        path.write_text("\n".join(texts[: PROMPTS[split]]) + "\n")
-
-
-def write_tiny(config: Config) -> None:
-    sources = [("flux", config.model.path)]
-    for reward in config.rewards.values():
-        if reward.kind == "hps":
-            sources.append(("hps/HPS_tiny.pt", reward.options["checkpoint"]))
+        texts = texts[: PROMPTS[split]]
+        if embedded:
+            write_embeddings(config, path, texts)
         else:
-            sources.append(("clip", reward.options["architecture"].removeprefix("local-dir:")))
-    for name, target in sources:
+            path.write_text("\n".join(texts) + "\n")
+
+
+def write_embeddings(config: Config, folder: Path, texts: Sequence[str]) -> None:
+    """Random ones, as ``g2rpo embed`` writes those of the text encoders; those are not needed."""
+    folder.mkdir(parents=True)
+    family = open_family(resolve_path(config.model.path))
+    transformer = on_meta(family, "transformer")
+    length, dtype = config.prompts.max_sequence_length, DTYPES[config.model.dtype]
+    random = partial(measuring.random_conditioning, family, transformer, length, dtype)
+    prompts, negative = [random(n + 1) for n in range(len(texts))], negative_prompt(config)
+    shard = folder / "shard_00000.safetensors"
+    save_file(stacked(prompts), shard)
+    if negative is not None:
+        save_file(dict(random(0).tensors), folder / NEGATIVE_FILE)
+    rows = [
+        {"text": text, "shard": 0, "row": row, "checksum": prompt_checksum(prompts[row])}
+        for row, text in enumerate(texts)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / PROMPTS_FILE)
+    size = shard.stat().st_size
+    manifest = Manifest(
+        encoder=encoder_fingerprint(config.model), dtype=config.model.dtype,
+        max_sequence_length=length, prompts=len(texts), source="random", left_out={},
+        files=[ShardFile(shard.name, len(texts), size, sha256_of_file(shard))],
+        prompts_sha256=sha256_of_file(folder / PROMPTS_FILE), pipeline=family.pipeline,
+        negative_prompt=negative,
+        negative_checksum=None if negative is None else prompt_checksum(random(0)),
+    )  # fmt: skip
+    write_manifest(folder, manifest)
+
+
+def write_tiny_scorers(config: Config) -> None:
+    """The tiny world's, where a recipe has those of true size."""
+    for reward in config.rewards.values():
+        name, target = "hps/HPS_tiny.pt", reward.options.get("checkpoint", "")
+        if reward.kind != "hps":
+            name, target = "clip", reward.options["architecture"].removeprefix("local-dir:")
         source, path = resolve_path(f"tiny_world:{name}"), resolve_path(target)
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, path) if source.is_dir() else shutil.copyfile(source, path)
 
 
-def write_true_size(config: Config) -> None:
-    folder = resolve_path(config.model.path)
-    if folder.exists():
-        raise SystemExit(f"{folder} is there already")
-    family, source = planned_family(config.model.path)
-    print(f"{folder}: {source}")
-    write_model(folder, family)
+def write_scorers(config: Config) -> None:
     for name, reward in config.rewards.items():
         architecture = reward.options.get("architecture", "")
         if reward.kind == "hps":
             network = open_clip_on_meta(architecture)
             state = dict(random_tensors(network.state_dict(), torch.float16))
-            torch.save({"state_dict": state}, resolve_path(reward.options["checkpoint"]))
+            path = resolve_path(reward.options["checkpoint"])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"state_dict": state}, path)
         elif reward.kind == "clip" and architecture.startswith("local-dir:"):
             write_clip(resolve_path(architecture.removeprefix("local-dir:")))
         else:
@@ -102,10 +157,14 @@ def write_true_size(config: Config) -> None:
         print(f"reward {name}")
 
 
-def write_model(folder: Path, family: Family) -> None:
-    """In diffusers' layout, bfloat16, by the family's published configurations."""
+def write_model(
+    folder: Path, family: Family, *, networks: bool = True, text_encoders: bool = True
+) -> None:
+    """In diffusers' layout, bfloat16, by the family's published configurations; networks and text
+    encoders can be left without weights."""
     index: dict[str, Any] = {"_class_name": family.pipeline, "_diffusers_version": "0.30.0"}
-    index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
+    index |= family.configs.get("model_index", {})
+    index["scheduler"] = ["diffusers", family.scheduler]
     # Tokenizers first: what fails there fails before tens of gigabytes.
     for part in sorted(family.parts, key=lambda part: not part.startswith("tokenizer")):
         kind = family.parts[part]
@@ -115,11 +174,15 @@ def write_model(folder: Path, family: Family) -> None:
         elif part in ("transformer", "vae"):
             network = on_meta(family, part)
             network.save_config(place)
-            write_weights(network, torch.bfloat16, place, "diffusion_pytorch_model")
+            if networks:
+                write_weights(network, torch.bfloat16, place, "diffusion_pytorch_model")
         else:
-            network = text_encoder_on_meta(kind)
+            network = text_encoder_on_meta(family, part)
             network.config.save_pretrained(place)
-            write_weights(network, torch.bfloat16, place, "model")
+            if text_encoders:
+                write_weights(network, torch.bfloat16, place, "model")
+            else:
+                save_file({}, place / "model.safetensors", metadata={"format": "pt"})
         index[part] = ["diffusers" if part in ("transformer", "vae") else "transformers", kind]
         print(part)
     scheduler = FlowMatchEulerDiscreteScheduler(**family.configs["scheduler"])
@@ -127,11 +190,17 @@ def write_model(folder: Path, family: Family) -> None:
     (folder / "model_index.json").write_text(json.dumps(index, indent=1))
 
 
-def text_encoder_on_meta(kind: str) -> Any:
-    if kind not in TEXT_ENCODERS:
-        raise SystemExit(f"sizes of a {kind} are not known: add them to TEXT_ENCODERS")
+def text_encoder_on_meta(family: Family, part: str) -> Any:
+    choice = TEXT_ENCODERS["parts"].get(family.pipeline, {}).get(part)
+    if choice is None:
+        raise SystemExit(
+            f"sizes of {part} of a {family.pipeline} are not known: add them to text_encoders.yaml"
+        )
+    width = family.configs["transformer"].get("joint_attention_dim")
+    sizes = TEXT_ENCODERS["sizes"][choice.get(width) or choice["any"]]
+    kind = family.parts[part]
     cls = getattr(transformers, kind)
-    config = cls.config_class(**TEXT_ENCODERS[kind], architectures=[kind], dtype="bfloat16")
+    config = cls.config_class(**sizes, architectures=[kind], dtype="bfloat16")
     with torch.device("meta"):
         return cls(config)
 
@@ -172,10 +241,12 @@ def random_tensors(tensors: dict[str, Tensor], dtype: torch.dtype) -> Iterator[t
     """On the CPU, made on a card where there is one; small, so that a deep network stays finite."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for key, tensor in tensors.items():
-        if tensor.ndim > 1:
+        if not tensor.is_floating_point():
+            random = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        elif tensor.ndim > 1:
             random = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(std=RANDOM_STD)
         else:
-            ones = float(key.endswith(("weight", "logit_scale")))
+            ones = float(key.endswith(("weight", "logit_scale", "running_var")))
             random = torch.full(tensor.shape, ones, dtype=dtype)
         yield key, random.cpu()
 
@@ -219,8 +290,44 @@ def write_tokenizer(kind: str, folder: Path) -> None:
         transformers.T5Tokenizer.from_pretrained(folder, model_max_length=512).save_pretrained(
             folder
         )
+    elif kind == "Qwen2Tokenizer":
+        byte_level(QWEN_TOKENS).save_pretrained(folder)
+    elif kind == "PixtralProcessor":
+        transformers.PixtralProcessor(
+            transformers.PixtralImageProcessor(),
+            byte_level(MISTRAL_TOKENS, "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+            chat_template=CHAT,
+        ).save_pretrained(folder)
     else:
         raise SystemExit(f"no vocabulary for a {kind} here")
+
+
+def byte_level(size: int, *special: str) -> transformers.Qwen2Tokenizer:
+    """Byte-level BPE of ``size`` tokens, special ones behind them.
+
+    Its merges are CLIP's without the mark of a word's end, then some that few texts meet.
+    """
+    merges: dict[tuple[str, str], None] = {}
+    vocabulary = {token: n for n, token in enumerate(bytes_to_unicode().values())}
+    for first, second in open_clip.SimpleTokenizer().bpe_ranks:
+        pair = first, second.removesuffix("</w>")
+        if pair[1] and {*pair} <= vocabulary.keys():
+            merges[pair] = None
+            vocabulary.setdefault("".join(pair), len(vocabulary))
+    # The last merges begin with bytes that no text has: control characters come first.
+    rare = [token for token in bytes_to_unicode().values() if ord(token) > 255]
+    for pair in itertools.product(rare, list(vocabulary)):
+        if len(vocabulary) == size:
+            break
+        if "".join(pair) not in vocabulary:
+            merges[pair] = None
+            vocabulary["".join(pair)] = len(vocabulary)
+    for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *special):
+        vocabulary[token] = len(vocabulary)
+    return transformers.Qwen2Tokenizer(
+        vocab=vocabulary, merges=list(merges), eos_token="<|im_end|>", chat_template=CHAT,
+        extra_special_tokens=["<|im_start|>", *special], model_max_length=131_072,
+    )  # fmt: skip
 
 
 def sentence_pieces(tokens: Iterable[str], size: int = 32000) -> bytes:

@@ -1,0 +1,124 @@
+"""scripts/bench_families.py: settings, turns on a card, and what it makes of the stages."""
+
+import argparse
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from g2rpo_ray.models.loading import check_model
+from g2rpo_ray.prompts.embeddings import Embeddings
+from g2rpo_ray.prompts.encoder import PromptEncoder
+from tests.scripts.loading import SCRIPTS, load_script
+
+RECIPES = ("flux2_klein_4b", "sd3_5_medium", "z_image", "qwen_image")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return load_script("bench_families")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_reduced_and_nothing_else(bench: ModuleType, name: str) -> None:
+    options = bench.parse(["--out", "x", f"{name}_g2rpo_hps_lora", "learner.compile=false"])
+    (recipe,) = options.recipes
+    config = bench.make_config(recipe, options)
+    assert list(config.rewards) == ["hps"]
+    assert config.sampling.prompts_per_iteration == 1
+    assert len(config.g2rpo.sde_steps) < 4
+    assert not config.learner.compile
+    # Completions come in full batches, as in a whole group.
+    assert config.sampling.members % config.rollout.batch_size == 0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_takes_the_files_that_are_written(
+    bench: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = bench.parse(["--out", "x", f"{name}_g2rpo_hps_lora", "model.random_weights=true"])
+    config = bench.make_config(*options.recipes, options)
+    bench.write_model(config)
+    check_model(config)
+    Embeddings(tmp_path / config.prompts.train).check_encoder(config)
+    encoder = PromptEncoder(config)
+    prompt = encoder.encode(0, f"{bench.measuring.PROMPT} 0").embeds
+    assert prompt.negative is not None
+    assert sum(file.stat().st_size for file in tmp_path.rglob("model*.safetensors")) < 1000
+
+
+def test_nobody_measures_before_all_are_warm_nor_beside_another(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    folder = tmp_path / "turns"
+    folder.mkdir()
+    inside, most = [], []
+    both = threading.Barrier(2, timeout=10)
+
+    def take(name: str) -> None:
+        both.wait()
+        with bench.Turns(folder, name, 3).mine():
+            inside.append(name)
+            most.append(len(inside))
+            threading.Event().wait(0.2)
+            inside.remove(name)
+
+    threads = [threading.Thread(target=take, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    threads[0].join(1)
+    assert most == []
+    # As the parent enters one that it has ended.
+    (folder / "c").touch()
+    for thread in threads:
+        thread.join(10)
+    assert most == [1, 1]
+
+
+def test_a_recipe_that_hangs_is_ended_and_the_other_goes_on(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "recipe = pathlib.Path(sys.argv[sys.argv.index('--one') + 1])\n"
+        "if recipe.stem == 'hangs': time.sleep(60)\n"
+        "print('measured')\n"
+    )
+    monkeypatch.setattr(bench, "__file__", str(script))
+    options = argparse.Namespace(out=tmp_path, warm_s=2.0, limit_s=20.0)
+    bench.run_together([Path("hangs.yaml"), Path("goes.yaml")], options, [])
+    assert (tmp_path / "goes.log").read_text() == "measured\n"
+    assert (tmp_path / "hangs.log").read_text() == ""
+
+
+def test_rates_are_those_of_the_work_and_the_matrix_product(bench: ModuleType) -> None:
+    found = object.__new__(bench.FamilyBench)
+    found.pass_tflop = 60.0
+    times = {"generate_s": 2.0, "learn_s": 1.0, "sync_s": 0.5}
+    peaks = {"rollout worker 0": {"allocated_peak": 9.0}, "learner rank 0": {"host_peak": 4.0}}
+    iteration = times | {
+        "evaluations": 40, "passes": 2, "iteration_s": 3.5, "first_max_abs_log_ratio": 0.0,
+        "memory_gib": peaks,
+    }  # fmt: skip
+    found.content = {
+        "plan": {
+            "policy": {"evaluation_tflop": 20.0},
+            "configured": times | {"generate_s": 2.2},
+            "memory_gib": {"rollout worker": {"weights": 8.0, "activations": 0.5}}
+            | {"learner rank": {"weights": 4.0}},
+        },
+        "stages": {
+            "iteration 1": iteration,
+            "learner pass, batch 1": {"matrix": 500.0, "share_of_matrix_rate": 0.4},
+        },
+    }
+    row = found.summary()
+    assert row["evaluations/s"] == 20
+    assert row["generate: share of it"] == pytest.approx(0.8)
+    assert row["iteration: share of it"] == pytest.approx(920 / 3.5 / 500)
+    assert row["planned generate_s"] == 2.2
+    assert (row["rollout worker 0, GiB"], row["planned rollout worker 0, GiB"]) == (9.0, 8.5)
