@@ -83,7 +83,11 @@ def log_file(path: Path) -> Iterator[None]:
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(JsonFormatter())
     # On the root: what libraries warn of belongs in the file, too.
-    logging.getLogger().addHandler(handler)
+    root = logging.getLogger()
+    for other in [h for h in root.handlers if type(h) is logging.StreamHandler]:
+        # Set up by a library's logging.info(): the terminal would show all that the file gets.
+        root.removeHandler(other)
+    root.addHandler(handler)
     try:
         yield
     except BaseException as error:

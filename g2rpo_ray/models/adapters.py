@@ -219,6 +219,8 @@ def _renamed(
         modules = {name.removesuffix(_A).removesuffix(_B) for name in weights}
         whole = {module + half for module in modules for half in (_A, _B)} == set(weights)
         found = _energy(weights[name] for name in weights if name.endswith(_B))
+        # Fresh adapters have no squares to miss.
+        whole = whole and len(modules) >= len(pairs)
         if whole and modules <= known and math.isclose(found, wanted):
             return weights | _swapped(transformer, pairs)
     unknown = sorted(module for module, name in own.items() if not name) or sorted(pairs)

@@ -1,5 +1,6 @@
 """Structured logs: who wrote a line, in which iteration, and the error that ended a run."""
 
+import io
 import json
 import logging
 import re
@@ -89,3 +90,14 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
             logger.info("life %d", life)
     assert [line["message"] for line in lines(tmp_path / "log.jsonl")] == ["life 1", "life 2"]
     assert logging.getLogger().handlers == before
+
+
+def test_a_handler_that_a_library_set_up_does_not_show_the_file_on_the_terminal(
+    tmp_path: Path,
+) -> None:
+    root, printed = logging.getLogger(), io.StringIO()
+    root.addHandler(logging.StreamHandler(printed))  # as logging.info() does in open_clip
+    with pytest.raises(ValueError, match="bad"), log_file(tmp_path / "log.jsonl"):
+        raise ValueError("bad")
+    assert printed.getvalue() == ""
+    assert "bad" in (tmp_path / "log.jsonl").read_text()

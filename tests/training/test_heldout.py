@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,11 @@ SCORES = [0.5, 0.6, 0.8, 0.7, 0.75, 0.9, 0.1, 0.1]
 """Held-out oracle by weight version."""
 
 
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("g2rpo_ray.training.activity.living_nodes", list)
+
+
 @dataclass
 class FakePool:
     """Scores by the weights that it was last given; NaN scores fail."""
@@ -69,6 +74,9 @@ class FakePool:
 
     def sync(self, send: Any) -> None:
         self.version = send([]).version
+
+    def resting(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def evaluate(self, prompts: Sequence[object], on_wait: Any) -> list[HeldoutPictures]:
         version = self.version
@@ -198,7 +206,7 @@ class Run:
             sync=sync,
             encode=list,
             learner=learner,
-            rewards=SimpleNamespace(replicas=lambda: 1),
+            rewards=SimpleNamespace(replicas=lambda: {"oracle": 1}),
         )
         session = Session(self.config, opened, ["a red circle"], ["a red circle"])
         session.progress = MagicMock(note=trained.told.append)

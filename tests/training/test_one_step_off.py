@@ -3,6 +3,7 @@
 import signal
 import threading
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,11 @@ from g2rpo_ray.training.trainer import Drawn
 from tests.tiny import tiny_config
 
 HEALTH = PolicyHealth(1.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("g2rpo_ray.training.activity.living_nodes", list)
 
 
 @dataclass
@@ -56,8 +62,11 @@ class FakeRoles:
 
     learner = rewards = pool
 
-    def replicas(self) -> int:
-        return 1
+    def resting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def replicas(self) -> dict[str, int]:
+        return {"oracle": 1}
 
     def encode(self, prompts: list[tuple[int, str]]) -> list[int]:
         return [number for number, _ in prompts]
