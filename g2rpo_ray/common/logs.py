@@ -94,7 +94,7 @@ def log_file(path: Path) -> Iterator[None]:
         logging.getLogger(__name__).error("%s: %s", type(error).__name__, error, exc_info=True)
         raise
     finally:
-        logging.getLogger().removeHandler(handler)
+        root.removeHandler(handler)
         with suppress(OSError):
             handler.close()
 

@@ -101,6 +101,12 @@ class Family(ABC):
         """Passes of the network in one evaluation: 2 with classifier-free guidance."""
         return 2 if self.guidance_kind == "cfg" and guidance > self.unguided else 1
 
+    @staticmethod
+    def guided(positive: Tensor, negative: Tensor, guidance: float) -> Tensor:
+        """Classifier-free guidance of both passes' velocities (arXiv 2207.12598), as most pipelines
+        count it: 1 is the conditional pass alone."""
+        return negative + guidance * (positive - negative)
+
     def guidance_problem(self, guidance: float, negative_prompt: str) -> str | None:
         """Why ``sampling.guidance`` and ``negative_prompt`` do not fit this folder's model."""
         if self.guidance_kind == "none" and guidance > self.unguided:

@@ -96,7 +96,7 @@ class Flux2(Family):
         if passes == 1:
             return velocity
         positive, negative = velocity.chunk(2)
-        return negative + guidance * (positive - negative)
+        return self.guided(positive, negative, guidance)
 
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
         deviation = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()

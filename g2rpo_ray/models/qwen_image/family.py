@@ -98,7 +98,7 @@ class QwenImage(Family):
         if len(sides) == 1:
             return velocity
         positive, negative = velocity.chunk(2)
-        guided = negative + guidance * (positive - negative)
+        guided = self.guided(positive, negative, guidance)
         return guided * (positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:

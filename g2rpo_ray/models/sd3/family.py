@@ -101,7 +101,7 @@ class Sd3(Family):
         if not guided:
             return velocity
         negative, positive = velocity.chunk(2)
-        return negative + guidance * (positive - negative)
+        return self.guided(positive, negative, guidance)
 
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
         unpacked = self._unpacked(x, latents) / vae.config.scaling_factor + vae.config.shift_factor
