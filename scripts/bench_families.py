@@ -73,8 +73,8 @@ class FamilyBench(Bench):
         measuring.write_json(self.path, self.content)
 
     def summary(self) -> dict[str, Any]:
-        """Rates count all of the generation, scoring and decoding included; evaluations alone are
-        the work."""
+        """The network's operations are the work: of its own seconds on the card ("evaluations"), of
+        the whole generation with decoding and the last scores, and of the iteration."""
         plan, stages = self.content["plan"], self.content["stages"]
         found, learner = stages["iteration 1"], stages["learner pass, batch 1"]
         matrix, forwards = learner["matrix"], plan["policy"]["evaluation_tflop"]
@@ -82,12 +82,14 @@ class FamilyBench(Bench):
         learned = self.pass_tflop * found["passes"]
         row: dict[str, Any] = {
             "evaluations": found["evaluations"], "evaluations/s": found["evaluations"] / seconds,
-            "matrix TFLOP/s": matrix, "generate: share of it": work / seconds / matrix,
+            "matrix TFLOP/s": matrix,
+            "evaluations: share of it": work / found["denoise_s"] / matrix,
+            "generate: share of it": work / seconds / matrix,
             "iteration: share of it": (work + learned) / found["iteration_s"] / matrix,
             "learner pass: share of it": learner["share_of_matrix_rate"],
             "first log ratio": found["first_max_abs_log_ratio"],
         }  # fmt: skip
-        for name in ("generate_s", "learn_s", "sync_s"):
+        for name in ("iteration_s", "generate_s", "learn_s", "sync_s"):
             row[name], row[f"planned {name}"] = found[name], plan["configured"][name]
         for role, gib in found["memory_gib"].items():
             row[f"{role}, GiB"] = gib.get("allocated_peak", gib.get("host_peak"))

@@ -143,6 +143,9 @@ class Bench:
             found["generate_s"], (summaries, groups) = measuring.timed(draw)
             found["evaluations"] = sum(s.evaluations for s in summaries)
             found["pictures"] = sum(s.pictures for s in summaries)
+            # On the worker's device, of all prompts: without decoding, and waiting for scores.
+            for phase in ("denoise_s", "decode_s"):
+                found[phase] = sum(s.seconds[phase] for s in summaries)
             learn = partial(roles.learner.update, groups)
             found["learn_s"], update = measuring.timed(learn)
             found["passes"] = len(update.records)
