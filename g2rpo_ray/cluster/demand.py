@@ -121,6 +121,8 @@ def autoscaler_says() -> str:
         (word, " ".join(said.split())) for word, said in (("ordered", ordered), ("failed", failed))
     ]
     parts = [f"{word} {said}" for word, said in told if said and not said.startswith("(no ")]
+    if parts and parts[0].startswith("ordered"):
+        parts[0] += " (until it comes or fails, Ray takes its room for there and orders no other)"
     return f"; 'ray status' says: {', '.join(parts)}" if parts else ""
 
 

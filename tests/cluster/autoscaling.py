@@ -104,12 +104,16 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 @contextmanager
-def autoscaled(version: int, cpus: float, types: dict[str, dict[str, Any]]) -> Iterator[Autoscaled]:
+def autoscaled(
+    version: int, cpus: float, types: dict[str, dict[str, Any]], order_timeout_s: int = 600
+) -> Iterator[Autoscaled]:
     """Start a head of so many CPUs with an autoscaler, and end it and all that was added.
 
     Args:
         version: of the autoscaler, 1 or 2.
         types: name -> resources, labels, max_workers of a type of nodes.
+        order_timeout_s: after so long version 2 gives an order up, and may order another type.
+            Ray's own is 600, four times over.
     """
     # Not pytest's folder: Ray's sockets lie in it, and their paths must be short.
     folder = Path(tempfile.mkdtemp(prefix="g2rpo-ray-"))
@@ -127,6 +131,8 @@ def autoscaled(version: int, cpus: float, types: dict[str, dict[str, Any]]) -> I
         "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
         "RAY_NODE_TYPE_NAME": "ray.head.default",
         "RAY_enable_autoscaler_v2": str(int(version == 2)),
+        "RAY_AUTOSCALER_RECONCILE_REQUEST_STATUS_TIMEOUT_S": str(order_timeout_s),
+        "RAY_AUTOSCALER_RECONCILE_MAX_NUM_RETRY_REQUEST_TO_ALLOCATE": "0",
     }
     log = folder / "ray_start.log"
     with log.open("wb") as output:

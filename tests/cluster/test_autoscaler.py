@@ -263,8 +263,10 @@ def take_away(raylet: psutil.Process) -> None:
 def test_nodes_that_never_come_are_told_of(
     version: int, alone: Callable[..., tuple[str, int]], tmp_path: Path
 ) -> None:
-    types = {"small": NODE | {"max_workers": 2}, "never": {"resources": {"CPU": 4}}}
-    with autoscaled(version, HEAD_CPUS, types) as cluster:
+    # So large that for few processes Ray takes the small ones, as long as it may order any.
+    never = {"resources": NODE["resources"] | {"CPU": 16}}
+    types = {"small": NODE | {"max_workers": 2}, "never": never}
+    with autoscaled(version, HEAD_CPUS, types, order_timeout_s=15) as cluster:
         started_s = time.monotonic()
         command = elastic(
             tmp_path, cluster, "rollout.cpus_per_worker=2", "cluster.start_timeout_s=20"
