@@ -5,8 +5,6 @@ code compute the schedule in float32: networks multiply sigma by 1000 before the
 turn the last bit of sigma into a relative difference of 5e-6 in the latents.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -34,37 +32,6 @@ def static_shift_schedule(steps: int, shift: float, dtype: torch.dtype = torch.f
         )
     times = _linear_times(steps, dtype)
     return _starting_at_one(shift * times / (1 + (shift - 1) * times))
-
-
-def dynamic_shift_schedule(
-    steps: int,
-    image_tokens: int,
-    *,
-    base_tokens: int = 256,
-    max_tokens: int = 4096,
-    base_shift: float = 0.5,
-    max_shift: float = 1.15,
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
-    """The resolution-dependent schedule of diffusers' ``FlowMatchEulerDiscreteScheduler``.
-
-    ``mu`` is linear in the number of image tokens and ``s_i = e^mu / (e^mu + 1 / t_i - 1)``.
-
-    Args:
-        steps: number of evaluations T of one trajectory, at least 1.
-        image_tokens: packed latent tokens of the picture.
-        base_tokens, max_tokens, base_shift, max_shift: the line that gives ``mu``
-            (``base_image_seq_len`` ... in the scheduler's configuration).
-        dtype: of the arithmetic and of the result.
-
-    Returns:
-        ``[steps + 1]``, strictly decreasing from 1 to 0.
-    """
-    slope = (max_shift - base_shift) / (max_tokens - base_tokens)
-    mu = base_shift + slope * (image_tokens - base_tokens)
-    times = _linear_times(steps, dtype)
-    shifted = math.exp(mu) / (math.exp(mu) + 1 / times[:-1] - 1)
-    return _starting_at_one(torch.cat([shifted, times[-1:]]))
 
 
 def _linear_times(steps: int, dtype: torch.dtype) -> Tensor:

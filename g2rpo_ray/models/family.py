@@ -191,8 +191,21 @@ class Family(ABC):
                 sigmas to the scheduler.
 
         Raises:
-            ModelFolderError: as of ``scheduler_config``.
+            ModelFolderError: as of ``scheduler_config``, or it gives no sigmas from 1 to 0.
         """
+        try:
+            sigmas = self._sigmas(steps, tokens, mu, even)
+        # Whatever a value that the library did not expect makes it raise.
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise self._no_schedule(f"{type(error).__name__}: {error}") from error
+        # diffusers' float32 rounds the first for some shifts, to above 1 too: no place for an SDE.
+        if (1 - sigmas[0]).abs() < 1e-6:
+            sigmas[0] = 1.0
+        if sigmas[0] != 1 or sigmas[-1] != 0 or not (sigmas.diff() < 0).all():
+            raise self._no_schedule(f"sigmas {', '.join(f'{s:.3g}' for s in sigmas[:4])} ...")
+        return sigmas
+
+    def _sigmas(self, steps: int, tokens: int, mu: float | None, even: bool) -> Tensor:
         scheduler = getattr(diffusers, self.scheduler).from_config(self.scheduler_config)
         c = scheduler.config
         if mu is None and c.use_dynamic_shifting:
@@ -202,6 +215,14 @@ class Family(ABC):
         scheduler.set_timesteps(steps, mu=mu, sigmas=sigmas)
         schedule: Tensor = scheduler.sigmas
         return schedule
+
+    @staticmethod
+    def _no_schedule(found: str) -> ModelFolderError:
+        return ModelFolderError(
+            "sampling.schedule is dynamic, and scheduler/scheduler_config.json of model.path gives "
+            f"no schedule from 1 down to 0 ({found}): copy it again from the published folder, or "
+            "use sampling.schedule: static"
+        )
 
     @abstractmethod
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:

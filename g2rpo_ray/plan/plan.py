@@ -155,7 +155,9 @@ def _split_lines(plan: Plan) -> list[str]:
     if plan.recommended is None:
         lines.append("No split fits: see what is missing, and try learner.zero_stage=3,")
         lines.append("model.gradient_checkpointing=true, learner.offload_optimizer=true,")
-        lines.append("model.trained_modules, model.lora or more GPUs.")
+        lines.append(
+            "model.trained_modules, model.lora, a smaller rollout.batch_size or more GPUs."
+        )
     else:
         lines.append(f"recommended: {plan.recommended.overrides}")
     return lines

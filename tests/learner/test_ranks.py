@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,17 +38,8 @@ State = dict[str, Tensor]
 class Rank(Learner):
     """A rank that starts anew with other settings: a process takes seconds, an engine none."""
 
-    def __init__(self, config: Config, rank: int) -> None:
-        super().__init__(config, rank)
-        self._config_at_start = config
-
-    def restart(
-        self, overrides: list[str], address: str, port: int, checkpoint: Path | None
-    ) -> str:
-        ranks = self._config_at_start.learner.ranks
-        self.config = tiny_config(
-            Path(self._config_at_start.run_dir), f"learner.ranks={ranks}", *overrides
-        )
+    def restart(self, config: Config, address: str, port: int, checkpoint: Path | None) -> str:
+        self.config = config
         return self.start(address, port, checkpoint)
 
     def state_parts(self) -> list[StatePart]:
@@ -76,9 +67,9 @@ class Rank(Learner):
 class Ranks:
     """Learner processes that form one process group, driven as LearnerGroup drives them."""
 
+    run_dir: Path
     actors: list[ActorHandle]
     meeting: tuple[str, int]
-    overrides: list[str] = field(default_factory=list)
 
     def call(self, method: str, *arguments: object) -> list[Any]:
         return ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=120)
@@ -88,7 +79,11 @@ class Ranks:
         self.call("finish_save")
 
     def start(self, *overrides: str, checkpoint: Path | None = None) -> None:
-        self.call("restart", list(overrides), *self.meeting, checkpoint)
+        count = f"learner.ranks={len(self.actors)}"
+        self.start_as(tiny_config(self.run_dir, count, *overrides), checkpoint)
+
+    def start_as(self, config: Config, checkpoint: Path | None = None) -> None:
+        self.call("restart", config, *self.meeting, checkpoint)
 
     def update(self, groups: list[RolloutGroup]) -> list[UpdateReport]:
         reports: list[UpdateReport] = self.call("update", [ray.put(group) for group in groups])
@@ -119,7 +114,8 @@ def ranks(ray_cluster: None, run_dir: Path) -> Iterator[dict[int, Ranks]]:  # no
     for count in (1, 2):
         config = tiny_config(run_dir, f"learner.ranks={count}")
         actors = [ray.remote(Rank).options(num_cpus=0.5).remote(config, r) for r in range(count)]
-        groups[count] = Ranks(actors, ray.get(actors[0].__ray_call__.remote(free_address)))
+        meeting = ray.get(actors[0].__ray_call__.remote(free_address))
+        groups[count] = Ranks(run_dir, actors, meeting)
     yield groups
     for group in groups.values():
         for actor in group.actors:

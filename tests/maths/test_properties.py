@@ -28,7 +28,7 @@ from g2rpo_ray.maths.objective import (
     policy_health,
     step_weights,
 )
-from g2rpo_ray.maths.schedule import dynamic_shift_schedule, static_shift_schedule
+from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.maths.sde import SdeKind, SdeStep, euler_step, predict_x0
 
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
@@ -188,11 +188,11 @@ def test_cps_keeps_the_amount_of_noise(steps: int, eta: float, seed: int) -> Non
     assert math.hypot(kept, step.std) == pytest.approx(step.sigma_next)
 
 
-@given(st.integers(1, 40), st.floats(0.2, 6), st.integers(16, 8192))
-def test_schedules_fall_from_one_to_zero(steps: int, shift: float, tokens: int) -> None:
-    for sigmas in (static_shift_schedule(steps, shift), dynamic_shift_schedule(steps, tokens)):
-        assert (sigmas[0], sigmas[-1]) == (1, 0)
-        assert bool((sigmas.diff() < 0).all())
+@given(st.integers(1, 40), st.floats(0.2, 6))
+def test_a_schedule_falls_from_one_to_zero(steps: int, shift: float) -> None:
+    sigmas = static_shift_schedule(steps, shift)
+    assert (sigmas[0], sigmas[-1]) == (1, 0)
+    assert bool((sigmas.diff() < 0).all())
 
 
 # Objective

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from g2rpo_ray.maths.schedule import dynamic_shift_schedule, static_shift_schedule
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family, GuidanceKind, read_published
 from g2rpo_ray.models.latents import LatentShape, unpacked
@@ -52,18 +51,7 @@ class Flux1(Family):
         return LatentShape(height // 16, width // 16, 4 * self._vae_channels, frames)
 
     def schedule(self, steps: int, latents: LatentShape) -> Tensor:
-        config = self.scheduler_config
-        if not config.get("use_dynamic_shifting", False):
-            return static_shift_schedule(steps, config.get("shift", 1.0), torch.float32)
-        return dynamic_shift_schedule(
-            steps,
-            latents.packed[0],
-            base_tokens=config.get("base_image_seq_len", 256),
-            max_tokens=config.get("max_image_seq_len", 4096),
-            base_shift=config.get("base_shift", 0.5),
-            max_shift=config.get("max_shift", 1.15),
-            dtype=torch.float32,
-        )
+        return self.own_schedule(steps, tokens=latents.packed[0])
 
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
         t5, pooled, _ = pipeline.encode_prompt(text, None, max_sequence_length=length)

@@ -48,6 +48,19 @@ def test_a_picture_is_drawn_as_by_diffusers(
     assert script.main([folder, *options, "--height", height, "--width", width]) == 0
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("shift", [1.18, 1.57])  # diffusers' own begin below 1, and above
+def test_a_folders_schedule_begins_at_one_whatever_its_shift(shift: float, dynamic: bool) -> None:
+    scheduler = {"shift": shift, "use_dynamic_shifting": dynamic, "base_shift": 2 - shift}
+    for name in TINY:
+        family = open_family(tiny_folder(name))
+        family.configs["scheduler"] = scheduler
+        for steps in (1, 2, 10):
+            sigmas = family.schedule(steps, family.latents(64, 64))
+            assert (sigmas[0], sigmas[-1]) == (1, 0)
+            assert bool((sigmas.diff() < 0).all())
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("name", "guidance", "negative"), GUIDED)

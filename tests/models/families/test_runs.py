@@ -65,8 +65,8 @@ def test_a_whole_run(start: Start, name: str, tmp_path: Path) -> None:
     table = evaluated(tmp_path / "whole", tmp_path / "evaluation")
     assert f"guidance {config.sampling.guidance:g}" in table
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    assert export(config, adapter) == "adapter"
-    assert export(config, merged, merge=True) == "merged"
+    assert export(config, adapter).form == "adapter"
+    assert export(config, merged, merge=True).form == "merged"
     check_adapter(name, adapter, merged)
 
     trained, base = (draw(config, which, tmp_path / which) for which in ("last", "base"))
