@@ -67,7 +67,7 @@ class HeldoutEvaluation:
             )
             return
         self._last = iteration
-        prompts = self._roles.encode(self._session.heldout_prompts)
+        prompts = self._roles.encoder.heldout(self._session.heldout_prompts)
         if pool := self._roles.evaluation_pool:
             self._beside = self._begin(iteration, pool, prompts)
         else:
