@@ -27,7 +27,7 @@ from g2rpo_ray.prompts.embeddings import NEGATIVE_FILE, prompt_checksum, stacked
 from g2rpo_ray.prompts.kept import KeptEmbeddings
 
 CACHED_PROMPTS = 256
-"""Of those to train on, whose order is another one in every epoch; held-out ones are on the disk."""
+"""Of those to train on, whose order is another in every epoch; held-out ones are on the disk."""
 
 
 class PromptEncoder:

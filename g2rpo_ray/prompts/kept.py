@@ -1,4 +1,4 @@
-"""Embeddings that a run has made and keeps in its folder: a file a prompt, found by what made it."""
+"""Embeddings that a run keeps in its folder: a file a prompt, found by what made it."""
 
 import hashlib
 import json

@@ -43,9 +43,8 @@ from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.settings import for_evaluation_workers
 from g2rpo_ray.weight_sync import Peer, StoredWeights, WeightSync, WeightSyncError, make_weight_sync
 
-
 HELDOUT = "heldout"
-"""Requests for held-out prompts, one at a time: their number takes no place from those of others."""
+"""Of requests, one of which is taken at a time: however many, they take no place from others."""
 
 
 class Encoder:

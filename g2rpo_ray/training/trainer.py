@@ -110,8 +110,8 @@ class Trainer:
         return Drawn(iteration, summaries, groups, time.perf_counter() - started_s)
 
     def encoded(self, iteration: int) -> list[ray.ObjectRef]:
-        """An iteration's prompts. Those of the next are asked for, too: the encoder has an iteration
-        for them, so that a held-out prompt that it is at is not waited for."""
+        """An iteration's prompts. Those of the next are asked for, too: the encoder has the time of
+        an iteration for them, so that a held-out prompt that it is at is not waited for."""
         for wanted in (iteration, iteration + 1):
             if wanted not in self._encoded and wanted < self.config.iterations:
                 prompts = [(n, self.session.train_prompts[n]) for n in self.order.batch(wanted)]
