@@ -91,10 +91,9 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
     check_apart(train, heldout)
     state_size = policy_size(config).trained_parameters * state_bytes(config)
     to_keep = _embeddings_to_keep(config, len(heldout))
-    what = (
-        f"a checkpoint and embeddings of {to_keep} held-out prompts" if to_keep else "a checkpoint"
-    )
-    check_room(run_folder(config), state_size + to_keep * embedding_bytes(config), what)
+    size = state_size + to_keep * embedding_bytes(config)
+    beside = f" with embeddings of {to_keep} held-out prompts" if to_keep else ""
+    check_room(run_folder(config), size, f"a checkpoint{beside}")
     changes = changed_settings(run_folder(config), config) if resume != "none" else []
     session = Session(config, open_run(config, resume), train, heldout)
     if resume == "auto":
