@@ -257,7 +257,7 @@ def engine_stage(results: Results, config: Config, variant: str, cards: int) -> 
     compared = "published" in results.content and cards == 1 and variant == "exact"
     evaluation_s = batch_evaluation_s(config) if compared else None
     print(f"{variant}, {cards} workers:")
-    with launch_rollout(config, print) as (_, pool):
+    with launch_rollout(config, [], print) as (_, pool):
         prompts = [ray.put(random_prompt(config, number)) for number in range(cards)]
         draw = partial(pool.generate, prompts, 0, lambda *_: None)
         wall_s, (summaries, _) = measuring.timed(draw)

@@ -137,7 +137,7 @@ class Bench:
         with self.stage(f"iteration {number}", 240) as found:
             count = self.config.sampling.prompts_per_iteration
             texts = [f"{measuring.PROMPT} {n}" for n in range(count)]
-            prompts = [roles.encoder.encode.remote(n, text) for n, text in enumerate(texts)]
+            prompts = roles.encoder.training(list(enumerate(texts)))
             started_s = time.perf_counter()
             draw = partial(roles.pool.generate, prompts, number, lambda *_: None)
             found["generate_s"], (summaries, groups) = measuring.timed(draw)

@@ -37,9 +37,12 @@ def test_the_readme_leads_from_the_prompts_to_a_resumed_run(
     options = cli._parse(started[1:])
     config = load_config(options.config, options.overrides)
     # Each step takes what the step before it made.
-    assert used["embed"].source == load_config(options.config).prompts.train
-    assert config.prompts.train == str(used["embed"].out)
-    assert used["embed"].limit == config.iterations * config.sampling.prompts_per_iteration
+    given = load_config(options.config).prompts
+    train, heldout = (cli._parse(command[1:]) for command in commands if command[1] == "embed")
+    assert (train.source, heldout.source) == (given.train, given.heldout)
+    assert (config.prompts.train, config.prompts.heldout) == (str(train.out), str(heldout.out))
+    assert train.limit == config.iterations * config.sampling.prompts_per_iteration
+    assert heldout.limit == config.evaluation.prompts
     # A resumed run goes on with its own settings, not with the recipe's.
     assert resumed[2:] == [f"{config.run_dir}/config.yaml", "--resume", "auto"]
     for command in ("evaluate", "sample"):

@@ -29,6 +29,9 @@ def run(options: argparse.Namespace) -> None:
     config = read_config(options)
     print(describe(config), flush=True)
     if options.dry_run:
+        from g2rpo_ray.plan.plan import encoding_lines
+
+        print(*encoding_lines(config), sep="\n")
         print(f"resolved configuration: {write_resolved(config)}")
         return
 

@@ -66,6 +66,9 @@ class PromptsSection(Section):
     encoder_gpus: Gpus = 0.0
     """GPUs (or a fraction) for encoding prompts on the fly; 0 encodes on the CPU. Prompts that were
     embedded before need no encoder."""
+    encoder_threads: int | None = Field(None, ge=1)
+    """Threads of the encoder on the CPU, and of each worker of ``g2rpo embed``; embeddings depend
+    on it in the last bit. none: ``rollout.threads``."""
     max_sequence_length: int = Field(512, ge=1)
     """Most tokens of a text; some models' text encoders fill it up."""
     max_characters: int = Field(2000, ge=1)

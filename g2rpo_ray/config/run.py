@@ -59,6 +59,11 @@ class Config(Section):
     cluster: ClusterSection = ClusterSection()
 
     @property
+    def encoder_threads(self) -> int:
+        """Threads of who encodes prompts."""
+        return self.prompts.encoder_threads or self.rollout.threads
+
+    @property
     def trained_rewards(self) -> dict[str, RewardSection]:
         """The rewards whose advantages are trained on, in a fixed order."""
         return {n: r for n, r in sorted(self.rewards.items()) if r.weight > 0}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import ray
-from ray.actor import ActorHandle
 from torch import Tensor
 
 from g2rpo_ray.config import Config
@@ -17,6 +16,7 @@ from g2rpo_ray.models.weights import receipt, trainable_parameters
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.run.weights import weights_in
+from g2rpo_ray.training.roles import Encoder
 from g2rpo_ray.weight_sync import StoredWeights
 
 PROMPTS_PER_WORKER = 8
@@ -32,7 +32,7 @@ class Drawing:
     """Draws every row's missing prompts, changing weights as seldom as it can."""
 
     config: Config
-    encoder: ActorHandle
+    encoder: Encoder
     pool: RolloutPool
     records: Records
     on_progress: OnProgress
@@ -95,9 +95,9 @@ class Drawing:
             yield items[first : first + size]
 
     def _encode(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:
-        for number, text in prompts:
-            if number not in self.encoded:
-                self.encoded[number] = self.encoder.encode.remote(number, text)
+        new = [prompt for prompt in prompts if prompt[0] not in self.encoded]
+        numbers = (number for number, _ in new)
+        self.encoded |= zip(numbers, self.encoder.heldout(new), strict=True)
         return [self.encoded[number] for number, _ in prompts]
 
     def _load(self, checkpoint: Path | None) -> None:

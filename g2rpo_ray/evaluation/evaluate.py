@@ -25,7 +25,9 @@ from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.prompts.dataset import evenly, read_config_prompts
+from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.section import RewardSection
+from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.roles import launch_rollout
 from g2rpo_ray.training.settings import at_deployment_size
 
@@ -76,9 +78,11 @@ def _draw(
             shown = done
 
     print(f"evaluating on: {_devices(config)}", flush=True)
+    # Those that the run has made, and what it lacks beside the pictures.
+    embeddings = [run_folder(config) / KEPT, records.folder.absolute() / KEPT]
     with (
         StopSignal("what is drawn stays; the same command goes on from there") as stop,
-        launch_rollout(config, print) as (encoder, pool),
+        launch_rollout(config, embeddings, print) as (encoder, pool),
     ):
         Drawing(config, encoder, pool, records, on_progress).run(rows, prompts)
 

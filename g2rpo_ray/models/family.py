@@ -36,6 +36,8 @@ class Published:
     """What must be accepted before the hub gives it out; empty where nothing must."""
     licence: Mapping[str, str]
     """As the hub reads it at the head of a model card."""
+    text_parameters: int
+    """Of the text encoders that a token passes: without tables of embeddings and picture towers."""
     configs: dict[str, dict[str, Any]]
     """As ``Family.configs``, so that a run can be planned before the model is there."""
 

@@ -13,6 +13,9 @@ from pydantic import Field, ValidationError
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.section import Section
 
+CPU = "cpu-core"
+"""Name of the entry of one CPU core."""
+
 PassName = Literal[
     "evaluation",
     "evaluation_compiled",

@@ -6,9 +6,10 @@ from typing import Any
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config
 from g2rpo_ray.plan.arithmetic import describe
-from g2rpo_ray.plan.costs import CostTable
+from g2rpo_ray.plan.costs import CPU, CostTable, load_costs
+from g2rpo_ray.plan.encoding import Encoding, plan_encoding
 from g2rpo_ray.plan.memory import PartsGib
-from g2rpo_ray.plan.prediction import CPU, Predictor, Split, recommend
+from g2rpo_ray.plan.prediction import Predictor, Split, recommend
 
 DEFAULT_CARD = "H100"
 MOST_ROWS = 16
@@ -26,6 +27,8 @@ class Plan:
     configured: Split
     recommended: Split | None
     """None where nothing fits."""
+    encoding: Encoding | None
+    """None where it is not known."""
 
     @property
     def shown(self) -> Split:
@@ -49,7 +52,7 @@ def make_plan(config: Config, table: CostTable, gpus: int | None, card: str | No
             )
         predictor = Predictor(config, table, CPU)
         split = predictor.split(config.rollout.workers, config.learner.ranks)
-        return Plan(predictor, 0, [split], split, split)
+        return Plan(predictor, 0, [split], split, split, _encoding(predictor, table, split))
     predictor = Predictor(config, table, card or DEFAULT_CARD)
     cards = gpus or predictor.cards_taken(config.rollout.workers, config.learner.ranks)
     splits = predictor.splits(cards)
@@ -68,7 +71,34 @@ def make_plan(config: Config, table: CostTable, gpus: int | None, card: str | No
             f"{prompts} prompts an iteration keep at most {prompts} workers and {prompts} ranks "
             f"busy: {cards} GPUs want more (sampling.prompts_per_iteration)"
         )
-    return Plan(predictor, cards, splits, configured, recommended)
+    encoding = _encoding(predictor, table, configured)
+    return Plan(predictor, cards, splits, configured, recommended, encoding)
+
+
+def _encoding(predictor: Predictor, table: CostTable, split: Split) -> Encoding | None:
+    encoding = plan_encoding(predictor.config, table, predictor.card)
+    if encoding and (warning := encoding.warning(split.iteration_s)):
+        predictor.notes.append(warning)
+    return encoding
+
+
+def encoding_lines(config: Config) -> list[str]:
+    """For a dry run: what encoding takes, with a warning where that is longer than an iteration."""
+    try:
+        plan = make_plan(config, load_costs(), None, None)
+    except InputError as error:
+        return [_line("encoding", f"not predicted: {error}")]
+    warning = plan.encoding and plan.encoding.warning(plan.configured.iteration_s)
+    lines = [_line("encoding", _encoding_text(plan))]
+    return lines + ([_line("warning", warning)] if warning else [])
+
+
+def _encoding_text(plan: Plan) -> str:
+    return str(plan.encoding or "not known: the text encoders' weights are not there yet")
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:>15}  {text}"
 
 
 def as_text(plan: Plan) -> str:
@@ -87,7 +117,8 @@ def as_text(plan: Plan) -> str:
         f"({size.evaluation.attention / 1e12:.3g} of them attention), "
         f"{size.decode.tflop:.3g} a decode",
         f"{'costs':>15}  {costs.card}, measured {costs.date} with torch {costs.versions['torch']}",
-        *(f"{'note':>15}  {note}" for note in predictor.notes),
+        _line("encoding", _encoding_text(plan)),
+        *(_line("note", note) for note in predictor.notes),
         "",
         *_memory_lines(plan),
         "",
@@ -112,6 +143,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "optimizer_steps": predictor.updates,
         },
         "policy": asdict(predictor.size),
+        "encoding": asdict(plan.encoding) if plan.encoding else None,
         "memory_gib": predictor.memory(plan.shown.ranks),
         "host_memory_of_a_rank_gib": predictor.host_memory(plan.shown.ranks),
         "splits": [_split_json(split) for split in plan.splits],

@@ -18,6 +18,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import RolloutCounts
 from g2rpo_ray.plan.arithmetic import updates_per_iteration
 from g2rpo_ray.plan.costs import (
+    CPU,
     CardCosts,
     CostsError,
     CostTable,
@@ -42,7 +43,6 @@ from g2rpo_ray.plan.packing import pack
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
 
-CPU = "cpu-core"
 OPEN_CLIP_KINDS = ("hps", "clip")
 Name = TypeVar("Name", PassName, RateName)
 

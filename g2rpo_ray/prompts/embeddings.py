@@ -27,6 +27,7 @@ from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.families import negative_prompt, open_family
 from g2rpo_ray.models.fingerprint import encoder_part_fingerprint, folder_fingerprint
+from g2rpo_ray.models.loading import DTYPES, on_meta
 from g2rpo_ray.prompts.formats import PromptFileError
 from g2rpo_ray.prompts.reading import MANIFEST, PROMPTS_FILE
 
@@ -82,6 +83,14 @@ def prompt_checksum(embeds: Conditioning) -> str:
     for _, tensor in sorted(embeds.tensors.items(), key=lambda item: (-item[1].ndim, item[0])):
         digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def embedding_bytes(config: Config) -> int:
+    """Of one prompt that has all its tokens, without a negative one."""
+    family, dtype = open_family(resolve_path(config.model.path)), DTYPES[config.model.dtype]
+    transformer, length = on_meta(family, "transformer"), config.prompts.max_sequence_length
+    blank = family.blank(transformer, length, dtype, "meta")
+    return sum(tensor.nbytes for tensor in blank.tensors.values())
 
 
 def stacked(prompts: Sequence[Conditioning]) -> dict[str, Tensor]:

@@ -1,10 +1,16 @@
 """Who encodes prompts: a run's one actor, and the Ray Data workers of ``g2rpo embed``."""
 
+import asyncio
 import hashlib
+import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from itertools import count
 from pathlib import Path
+from queue import PriorityQueue
 from typing import Any
 
 import torch
@@ -18,30 +24,57 @@ from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, open_embeddings
 from g2rpo_ray.prompts.embeddings import NEGATIVE_FILE, prompt_checksum, stacked
+from g2rpo_ray.prompts.kept import KeptEmbeddings
 
 CACHED_PROMPTS = 256
+"""Of those to train on, whose order is another in every epoch; held-out ones are on the disk."""
 
 
 class PromptEncoder:
     """Holds the text encoders, so that no other role needs their memory. Embeddings that lie on the
     disk already are read."""
 
-    def __init__(self, config: Config) -> None:
-        torch.set_num_threads(config.rollout.threads)
+    def __init__(self, config: Config, kept: Sequence[Path]) -> None:
+        """
+        Args:
+            kept: folders of ``KeptEmbeddings``, for held-out prompts.
+        """
+        torch.set_num_threads(config.encoder_threads)
         self._config, self._negative = config, negative_prompt(config)
         opened = [open_embeddings(path) for path in (config.prompts.train, config.prompts.heldout)]
         self._embedded = [embeddings for embeddings in opened if embeddings]
+        self._kept = KeptEmbeddings(kept, config)
         self._encode = lru_cache(CACHED_PROMPTS)(self._embeds)
 
     def encode(self, prompt_id: int, text: str) -> Prompt:
+        """A prompt to train on."""
         return Prompt(prompt_id, text, self._encode(text))
 
+    def encode_heldout(self, prompt_id: int, text: str) -> Prompt:
+        """A prompt to judge by: every evaluation asks for it, so it is encoded once a run."""
+        embeds = self._read(text)
+        if embeds is None:
+            negative = None if self._negative is None else self._kept_or_made(self._negative)
+            embeds = replace(self._kept_or_made(text), negative=negative)
+        return Prompt(prompt_id, text, embeds)
+
     def _embeds(self, text: str) -> Conditioning:
+        return self._read(text) or self._encoder.encode(text)
+
+    def _read(self, text: str) -> Conditioning | None:
+        """What ``g2rpo embed`` wrote."""
         for embeddings in self._embedded:
             if text in embeddings:
                 negative = None if self._negative is None else embeddings.negative
                 return replace(embeddings.embeds(text), negative=negative)
-        return self._encoder.encode(text)
+        return None
+
+    def _kept_or_made(self, text: str) -> Conditioning:
+        embeds = self._kept.get(text)
+        if embeds is None:
+            embeds = replace(self._encoder.encode(text), negative=None)
+            self._kept.keep(text, embeds)
+        return embeds
 
     @cached_property
     def _encoder(self) -> TextEncoder:
@@ -52,11 +85,52 @@ class PromptEncoder:
         return TextEncoder(self._config.model, length, device.type, self._negative)
 
 
+class EncoderActor:
+    """A run's encoder as an asynchronous Ray actor: of all that is asked for, what is trained on
+    goes first, in its order; held-out prompts get the time that is left."""
+
+    def __init__(self, config: Config, kept: Sequence[Path]) -> None:
+        self._encoder = PromptEncoder(config, kept)
+        self._asked: PriorityQueue[tuple[float, int, Callable[[], Prompt], Future[Prompt]]]
+        self._asked, self._numbers = PriorityQueue(), count()
+        # Threads of PyTorch are a setting of each thread that computes.
+        self._threads = config.encoder_threads
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    async def encode(self, prompt_id: int, text: str, place: float) -> Prompt:
+        """
+        Args:
+            place: what waits with a lower one goes first; Ray brings requests in any order.
+        """
+        return await self._answer(place, partial(self._encoder.encode, prompt_id, text))
+
+    async def encode_heldout(self, prompt_id: int, text: str) -> Prompt:
+        """After all that is trained on."""
+        work = partial(self._encoder.encode_heldout, prompt_id, text)
+        return await self._answer(float("inf"), work)
+
+    async def _answer(self, place: float, work: Callable[[], Prompt]) -> Prompt:
+        answer: Future[Prompt] = Future()
+        self._asked.put((place, next(self._numbers), work, answer))
+        return await asyncio.wrap_future(answer)
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self._threads)
+        while True:
+            _, _, work, answer = self._asked.get()
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                answer.set_result(work())
+            except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
+                answer.set_exception(error)
+
+
 class ShardEncoder:
     """Holds the text encoders; a call encodes and writes one shard. Ray Data makes actors of it."""
 
     def __init__(self, config: Config, folder: Path, gpus: float) -> None:
-        torch.set_num_threads(config.rollout.threads)
+        torch.set_num_threads(config.encoder_threads)
         device = role_device(gpus, "--gpus-per-worker").type
         length, negative = config.prompts.max_sequence_length, negative_prompt(config)
         self._encoder = TextEncoder(config.model, length, device, negative)

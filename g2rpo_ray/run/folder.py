@@ -2,7 +2,7 @@
 
 ``<run_dir>/``: ``config.yaml`` (resolved; those of each life in ``settings/``), ``versions.json``,
 ``metrics.jsonl``, ``log.jsonl``, ``tensorboard/``, ``checkpoints/``, ``pictures/heldout/``,
-``summary.json``, ``report.html``.
+``embeddings/`` (of held-out prompts), ``summary.json``, ``report.html``.
 """
 
 import fcntl

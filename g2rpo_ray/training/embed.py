@@ -23,8 +23,14 @@ from g2rpo_ray.common.section import check_gpus
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import negative_prompt, open_family
-from g2rpo_ray.models.loading import DTYPES, check_model, on_meta
-from g2rpo_ray.prompts.embeddings import Manifest, ShardFile, encoder_fingerprint, write_manifest
+from g2rpo_ray.models.loading import check_model
+from g2rpo_ray.prompts.embeddings import (
+    Manifest,
+    ShardFile,
+    embedding_bytes,
+    encoder_fingerprint,
+    write_manifest,
+)
 from g2rpo_ray.prompts.encoder import ShardEncoder
 from g2rpo_ray.prompts.reading import MANIFEST, PROMPTS_FILE, read_prompts
 from g2rpo_ray.prompts.selection import Selection, select
@@ -220,10 +226,7 @@ def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
 
 
 def _check_disk(config: Config, folder: Path, prompts: int) -> None:
-    family, dtype = open_family(resolve_path(config.model.path)), DTYPES[config.model.dtype]
-    transformer, length = on_meta(family, "transformer"), config.prompts.max_sequence_length
-    one = family.blank(transformer, length, dtype, "meta")
-    wanted = prompts * sum(tensor.nbytes for tensor in one.tensors.values())
+    wanted = prompts * embedding_bytes(config)
     print(f"{prompts} prompts to embed: {format_size(wanted)}")
     fewer = "fewer with --limit, smaller with prompts.max_sequence_length"
     check_room(folder, wanted, f"embeddings of {prompts} prompts ({fewer})")

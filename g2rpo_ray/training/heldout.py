@@ -38,8 +38,9 @@ class _UnderWay:
 class HeldoutEvaluation:
     """Judges the weights of a run on held-out prompts, and remembers what came of it.
 
-    With workers of its own an evaluation goes on beside the training and never stops or delays it:
-    one that fails is told, counted and has no numbers; while one is under way no other is begun.
+    With workers of its own an evaluation goes on beside the training, which never waits for it but
+    where both ask a reward server: one that fails is told, counted and has no numbers; while one is
+    under way no other is begun.
     """
 
     def __init__(self, session: Session, roles: Roles) -> None:
@@ -67,7 +68,7 @@ class HeldoutEvaluation:
             )
             return
         self._last = iteration
-        prompts = self._roles.encode(self._session.heldout_prompts)
+        prompts = self._roles.encoder.heldout(self._session.heldout_prompts)
         if pool := self._roles.evaluation_pool:
             self._beside = self._begin(iteration, pool, prompts)
         else:

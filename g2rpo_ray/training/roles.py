@@ -1,6 +1,7 @@
 """Starting every role of a run on a Ray cluster, and ending all of them."""
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
@@ -33,7 +34,8 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.models.weights import WeightReceipt
-from g2rpo_ray.prompts.encoder import PromptEncoder
+from g2rpo_ray.prompts.encoder import EncoderActor
+from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers
 from g2rpo_ray.rollout.pool import RolloutPool
@@ -41,22 +43,38 @@ from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.settings import for_evaluation_workers
 from g2rpo_ray.weight_sync import Peer, StoredWeights, WeightSync, WeightSyncError, make_weight_sync
 
+HELDOUT = "heldout"
+"""Of requests, one of which is taken at a time: however many, they take no place from others."""
+
+
+class Encoder:
+    """The run's encoder, for asking; the prompts (id, text) come back as references, in order."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self.actor, self._places = actor, itertools.count()
+
+    def training(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:
+        """Prompts to train on, before all others and in the order in which they were asked for."""
+        encode = self.actor.encode
+        return [encode.remote(number, text, next(self._places)) for number, text in prompts]
+
+    def heldout(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:
+        """Prompts to judge by, encoded while nobody waits for one to train on."""
+        encode = self.actor.encode_heldout.options(concurrency_group=HELDOUT)
+        return [encode.remote(number, text) for number, text in prompts]
+
 
 @dataclass(frozen=True)
 class Roles:
     """Every role, started."""
 
-    encoder: ActorHandle
+    encoder: Encoder
     pool: RolloutPool
     learner: LearnerGroup
     weight_sync: WeightSync
     rewards: RewardClient
     evaluation_pool: RolloutPool | None = None
     """Workers that evaluate while the run trains, where ``evaluation.workers`` asks for them."""
-
-    def encode(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:
-        """References to prompts (id, text) with their embeddings, in the order given."""
-        return [self.encoder.encode.remote(number, text) for number, text in prompts]
 
     def sync(self) -> WeightReceipt:
         """Bring the learner's weights to every worker of now, and to each that joins later."""
@@ -96,7 +114,8 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
     """
     kept = [learner_demand(config), *encoder_demand(config)]
     workers = [rollout_demand(config), *evaluation_demand(config)]
-    started = _rollout_roles(config, run_name(config), kept, workers, tell)
+    embeddings = [run_folder(config) / KEPT]
+    started = _rollout_roles(config, run_name(config), kept, workers, embeddings, tell)
     with (
         started as (room, rewards, encoder, pool),
         _evaluation_pool(config, rewards, tell) as evaluation_pool,
@@ -114,10 +133,16 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
 
 
 @contextmanager
-def launch_rollout(config: Config, tell: Tell) -> Iterator[tuple[ActorHandle, RolloutPool]]:
-    """Start the roles that draw and score, without a learner; otherwise as ``launch``."""
+def launch_rollout(
+    config: Config, embeddings: Sequence[Path], tell: Tell
+) -> Iterator[tuple[Encoder, RolloutPool]]:
+    """Start the roles that draw and score, without a learner; otherwise as ``launch``.
+
+    Args:
+        embeddings: see ``PromptEncoder``.
+    """
     name, kept, workers = f"g2rpo-{os.getpid()}", encoder_demand(config), [rollout_demand(config)]
-    with _rollout_roles(config, name, kept, workers, tell) as (_, _, encoder, pool):
+    with _rollout_roles(config, name, kept, workers, embeddings, tell) as (_, _, encoder, pool):
         pool.wait_until_ready()
         yield encoder, pool
 
@@ -130,14 +155,20 @@ def run_name(config: Config) -> str:
 
 @contextmanager
 def _rollout_roles(
-    config: Config, name: str, kept: Sequence[Demand], workers: Sequence[Demand], tell: Tell
-) -> Iterator[tuple[PlacementGroup | None, RewardClient, ActorHandle, RolloutPool]]:
+    config: Config,
+    name: str,
+    kept: Sequence[Demand],
+    workers: Sequence[Demand],
+    embeddings: Sequence[Path],
+    tell: Tell,
+) -> Iterator[tuple[PlacementGroup | None, RewardClient, Encoder, RolloutPool]]:
     """Join the cluster, keep room on it, and start who draws and scores where that leaves enough.
 
     Args:
         name: of the reward servers.
         kept: what has its room until the end, in the placement group that is yielded.
         workers: placed one by one later: each can be replaced, and more can join.
+        embeddings: see ``PromptEncoder``.
     """
     tell("starting Ray")
     with ray_cluster(config.cluster) as private:
@@ -157,14 +188,16 @@ def _rollout_roles(
                 handles = stack.enter_context(started)
             rewards = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
             with (
-                _encoder(config, room) as encoder,
+                _encoder(config, room, embeddings) as encoder,
                 closing(RolloutPool(config, rewards, tell)) as pool,
             ):
                 yield room, rewards, encoder, pool
 
 
 @contextmanager
-def _encoder(config: Config, room: PlacementGroup | None) -> Iterator[ActorHandle]:
+def _encoder(
+    config: Config, room: PlacementGroup | None, embeddings: Sequence[Path]
+) -> Iterator[Encoder]:
     """In the last bundle of ``room`` where it has a share of a card; else beside the driver.
 
     Embeddings lie on the encoder's node: it shall not go while the driver stays.
@@ -175,14 +208,14 @@ def _encoder(config: Config, room: PlacementGroup | None) -> Iterator[ActorHandl
     if gpus and room is not None:
         last = room.bundle_count - 1
         place = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=last)
-    actor = ray.remote(PromptEncoder).options(
+    kind = ray.remote(concurrency_groups={HELDOUT: 1})(EncoderActor).options(
         num_cpus=0, num_gpus=gpus, max_restarts=5, max_task_retries=5, scheduling_strategy=place
     )
-    encoder = actor.remote(config)
+    actor = kind.remote(config, embeddings)
     try:
-        yield encoder
+        yield Encoder(actor)
     finally:
-        ray.kill(encoder)
+        ray.kill(actor)
 
 
 def _evaluation_pool(

@@ -12,7 +12,9 @@ from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.plan.memory import state_bytes
 from g2rpo_ray.plan.networks import policy_size
-from g2rpo_ray.prompts.dataset import check_apart, evenly, read_config_prompts
+from g2rpo_ray.prompts.dataset import check_apart, evenly, open_embeddings, read_config_prompts
+from g2rpo_ray.prompts.embeddings import embedding_bytes
+from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.run.folder import Run, begin_life, changed_settings, open_run
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.tracking.memory import PeakMemory
@@ -71,6 +73,14 @@ class Session:
             yield
 
 
+def _embeddings_to_keep(config: Config, heldout: int) -> int:
+    """Held-out prompts whose embeddings the run's folder lacks."""
+    if open_embeddings(config.prompts.heldout):
+        return 0
+    made = len(list((run_folder(config) / KEPT).glob("*.safetensors")))
+    return max(0, min(heldout, config.evaluation.prompts) - made)
+
+
 @contextmanager
 def open_session(config: Config, resume: str) -> Iterator[Session]:
     """Check what can be checked without a cluster, and open the run's folder; see ``open_run``."""
@@ -80,7 +90,10 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
     heldout = read_config_prompts(config, config.prompts.heldout)
     check_apart(train, heldout)
     state_size = policy_size(config).trained_parameters * state_bytes(config)
-    check_room(run_folder(config), state_size, "a checkpoint")
+    to_keep = _embeddings_to_keep(config, len(heldout))
+    size = state_size + to_keep * embedding_bytes(config)
+    beside = f" with embeddings of {to_keep} held-out prompts" if to_keep else ""
+    check_room(run_folder(config), size, f"a checkpoint{beside}")
     changes = changed_settings(run_folder(config), config) if resume != "none" else []
     session = Session(config, open_run(config, resume), train, heldout)
     if resume == "auto":

@@ -59,6 +59,8 @@ class Trainer:
         self.activity = Activity(roles, self.heldout)
         batch = config.sampling.prompts_per_iteration
         self.order = PromptOrder(len(session.train_prompts), config.seed, batch)
+        self._encoded: dict[int, list[ray.ObjectRef]] = {}
+        """Prompts of iterations that are not drawn yet."""
         self.tflop = policy_size(config).evaluation.tflop
         """Of one evaluation."""
         self.started_s = 0.0
@@ -99,14 +101,22 @@ class Trainer:
         """One group for each prompt of an iteration, with the weights that the workers have."""
         started_s, session = time.perf_counter(), self.session
         with session.phase("generate"):
-            numbers = self.order.batch(iteration)
-            prompts = self.roles.encode([(n, session.train_prompts[n]) for n in numbers])
+            prompts = self.encoded(iteration)
             summaries, groups = self.roles.pool.generate(prompts, iteration, session.on_wait)
         for failure in (failure for summary in summaries for failure in summary.failures):
             session.note(f"dropped a group: {failure}")
         for warning in (warning for summary in summaries for warning in summary.warnings):
             session.note(f"warning: {warning}")
         return Drawn(iteration, summaries, groups, time.perf_counter() - started_s)
+
+    def encoded(self, iteration: int) -> list[ray.ObjectRef]:
+        """An iteration's prompts. Those of the next are asked for, too: the encoder has the time of
+        an iteration for them, so that a held-out prompt that it is at is not waited for."""
+        for wanted in (iteration, iteration + 1):
+            if wanted not in self._encoded and wanted < self.config.iterations:
+                prompts = [(n, self.session.train_prompts[n]) for n in self.order.batch(wanted)]
+                self._encoded[wanted] = self.roles.encoder.training(prompts)
+        return self._encoded.pop(iteration)
 
     def learn(self, drawn: Drawn) -> tuple[Drawn, UpdateReport]:
         """Train on an iteration's groups, or on new ones where they are lost with a node.

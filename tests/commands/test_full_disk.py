@@ -193,7 +193,8 @@ def test_embed_cannot_begin(
 def test_train_asks_for_room_first(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = disk / "run"
     message = failure_of(capsys, "train", QUICKSTART, f"run_dir={run_dir}", "model.lora=null")
-    assert f"{run_dir}: a checkpoint takes" in message
+    what = "a checkpoint with embeddings of 128 held-out prompts"
+    assert f"{run_dir}: {what} takes" in message
     assert not run_dir.exists()
 
 

@@ -94,9 +94,8 @@ def trained(config: Config) -> dict[str, Tensor]:
 
 def drawing(config: Config, folder: Path, rows: list[Row], on_progress: Any) -> Drawing:
     prompts = {p.prompt_id: p for p in encode(config, [text for _, text in PROMPTS])}
-    remote = SimpleNamespace(remote=lambda number, _: prompts[number])
     pool: Any = LocalPool(RolloutWorker(config, Redness(sorted(config.rewards))))
-    encoder: Any = SimpleNamespace(encode=remote)
+    encoder: Any = SimpleNamespace(heldout=lambda asked: [prompts[number] for number, _ in asked])
     request = {"rows": {row.name: None for row in rows}}
     return Drawing(config, encoder, pool, Records(folder, request), on_progress)
 

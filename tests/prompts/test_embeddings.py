@@ -89,7 +89,7 @@ def test_embeddings_are_those_made_on_the_fly_to_the_bit(
     fly = TextEncoder(config.model, config.prompts.max_sequence_length)
     # All prompts were embedded before: the encoders are not even loaded.
     monkeypatch.setattr(encoder_module, "TextEncoder", None)
-    actor = PromptEncoder(config)
+    actor = PromptEncoder(config, [])
     for number, text in enumerate(texts):
         prompt, wanted = actor.encode(number, text), fly.encode(text)
         assert torch.equal(prompt.embeds["t5"], wanted["t5"])
@@ -99,7 +99,7 @@ def test_embeddings_are_those_made_on_the_fly_to_the_bit(
 
 def test_a_prompt_that_was_not_embedded_is_encoded_on_the_fly(embedded: Path) -> None:
     config = config_with(embedded)
-    prompt = PromptEncoder(config).encode(0, "a green triangle")
+    prompt = PromptEncoder(config, []).encode(0, "a green triangle")
     fly = TextEncoder(config.model, config.prompts.max_sequence_length)
     assert torch.equal(prompt.embeds["t5"], fly.encode("a green triangle")["t5"])
 

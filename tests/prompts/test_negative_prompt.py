@@ -72,7 +72,7 @@ def test_what_is_read_is_what_is_encoded_on_the_fly(
         config.model, config.prompts.max_sequence_length, negative=config.sampling.negative_prompt
     )
     monkeypatch.setattr(encoder_module, "TextEncoder", None)
-    actor = PromptEncoder(config)
+    actor = PromptEncoder(config, [])
     assert sorted(read_config_prompts(config, config.prompts.train)) == sorted(PROMPTS)
     for number, text in enumerate(PROMPTS):
         found, wanted = actor.encode(number, text).embeds, fly.encode(text)
@@ -83,7 +83,7 @@ def test_what_is_read_is_what_is_encoded_on_the_fly(
 
 def test_an_encoder_beside_the_folder_guides_by_the_same_text(embedded: Path) -> None:
     config = reading(embedded)
-    actor = PromptEncoder(config)
+    actor = PromptEncoder(config, [])
     read, encoded = actor.encode(0, PROMPTS[0]), actor.encode(1, "a text that is not there")
     assert torch.equal(read.embeds.opposite["joint"], encoded.embeds.opposite["joint"])
 
@@ -97,7 +97,7 @@ def test_a_folder_for_another_negative_prompt_is_refused(embedded: Path) -> None
 def test_without_guidance_any_folder_will_do_and_nothing_is_attached(embedded: Path) -> None:
     config = reading(embedded, "sampling.guidance=1", negative_prompt="")
     read_config_prompts(config, config.prompts.train)
-    assert PromptEncoder(config).encode(0, PROMPTS[0]).embeds.negative is None
+    assert PromptEncoder(config, []).encode(0, PROMPTS[0]).embeds.negative is None
 
 
 def test_a_folder_without_a_negative_prompt_is_refused_by_guidance(tmp_path: Path) -> None:

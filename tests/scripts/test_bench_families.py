@@ -44,7 +44,7 @@ def test_a_run_takes_the_files_that_are_written(
     bench.write_model(config)
     check_model(config)
     Embeddings(tmp_path / config.prompts.train).check_encoder(config)
-    encoder = PromptEncoder(config)
+    encoder = PromptEncoder(config, [])
     prompt = encoder.encode(0, f"{bench.measuring.PROMPT} 0").embeds
     assert prompt.negative is not None
     assert sum(file.stat().st_size for file in tmp_path.rglob("model*.safetensors")) < 1000

@@ -16,6 +16,7 @@ from g2rpo_ray.models.flux2.family import Flux2
 from g2rpo_ray.models.loading import load_part
 from g2rpo_ray.models.sd3.family import CLIP_TOKENS, Sd3
 from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.plan.encoding import NOT_MULTIPLIED
 from g2rpo_ray.prompts.embeddings import Embeddings
 from g2rpo_ray.rewards.scorers.clip import ClipScorer
 from tests.models.families.folders import TINY, family_config, tiny_folder
@@ -127,6 +128,13 @@ def test_every_family_can_be_written(true_size: ModuleType) -> None:
             network = published.configs["transformer"]
             parts = [part for part in family.parts if part.startswith("text_encoder")]
             config = true_size.text_encoder_on_meta(family, parts[-1]).config
+            counted = [true_size.text_encoder_on_meta(family, part) for part in parts]
+            assert published.text_parameters == sum(
+                tensor.numel()
+                for encoder in counted
+                for name, tensor in encoder.named_parameters()
+                if not any(word in name for word in NOT_MULTIPLIED)
+            )
             width = network.get("cap_feat_dim") or network["joint_attention_dim"]
             # FLUX.2 joins three layers.
             layers = 3 if issubclass(kind, Flux2) else 1

@@ -204,7 +204,7 @@ class Run:
             evaluation_pool=self.pool if self.beside else None,
             weights_of_now=weights_of_now,
             sync=sync,
-            encode=list,
+            encoder=SimpleNamespace(heldout=list),
             learner=learner,
             rewards=SimpleNamespace(replicas=lambda: {"oracle": 1}),
         )

@@ -60,7 +60,7 @@ class FakeRoles:
     def pool(self) -> "FakeRoles":
         return self
 
-    learner = rewards = pool
+    learner = rewards = encoder = pool
 
     def resting(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -68,7 +68,7 @@ class FakeRoles:
     def replicas(self) -> dict[str, int]:
         return {"oracle": 1}
 
-    def encode(self, prompts: list[tuple[int, str]]) -> list[int]:
+    def training(self, prompts: list[tuple[int, str]]) -> list[int]:
         return [number for number, _ in prompts]
 
     def generate(self, prompts: list[int], iteration: int, on_wait: Any) -> Any:

@@ -35,6 +35,6 @@ def test_workers_keep_their_room_while_reward_servers_take_theirs(
     monkeypatch.setattr(roles, "reward_servers", servers)
     config = tiny_config(tmp_path, "rollout.workers=2", "rollout.cpus_per_worker=1.5")
     before = ray.available_resources()["CPU"]
-    with pytest.raises(StartedError), roles.launch_rollout(config, lambda _: None):
+    with pytest.raises(StartedError), roles.launch_rollout(config, [], lambda _: None):
         pytest.fail("reward servers have not started")
     assert free == [before - 3.0]

@@ -84,11 +84,11 @@ def encoder_devices(encoder: TextEncoder) -> list[torch.device]:
 
 def prompt_encoder(config: Config) -> Found:
     def look(encoder: Any) -> Found:
-        return found(*encoder_devices(encoder._encoder))
+        return found(*encoder_devices(encoder._encoder._encoder))
 
-    with training_roles._encoder(config, None) as encoder:
-        ray.get(encoder.encode.remote(0, CAPTIONS[0]))
-        return ray.get(encoder.__ray_call__.remote(look))
+    with training_roles._encoder(config, None, []) as encoder:
+        ray.get(encoder.training([(0, CAPTIONS[0])]))
+        return ray.get(encoder.actor.__ray_call__.remote(look))
 
 
 class WitnessScorer(RewardScorer):
