@@ -293,8 +293,8 @@ class RolloutPool:
         self._waits.note(lacking, ENCODER, waited_s)
         if waited_s > limit_s:
             raise RolloutError(
-                f"{lacking}, and the last came {waited_s:.0f} s ago: {ENCODER} is too slow or hangs "
-                f"(rollout.timeout_s is {limit_s:g}). Embed the prompts before the run (g2rpo "
+                f"{lacking}, and the last came {waited_s:.0f} s ago: {ENCODER} is too slow "
+                f"or hangs (rollout.timeout_s is {limit_s:g}). Embed the prompts before the run (g2rpo "
                 "embed), or give the encoder a card (prompts.encoder_gpus)"
             )
 
