@@ -70,8 +70,8 @@ class SentRequests:
     failures: list[str] = field(default_factory=list)
     """What failed for good, filled by ``result``."""
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Reward name -> ``failures``, and ``latency_s`` and ``batch_fill`` where there was an answer;
-    filled by ``result``."""
+    """Reward name -> ``failures``, ``wait_s`` (spent in ``result`` for it), and ``latency_s`` and
+    ``batch_fill`` where there was an answer; filled by ``result``."""
     busy_s: dict[str, float] = field(default_factory=dict)
     """Replica that answered -> time that it has worked since its start; filled by ``result``."""
 
@@ -86,7 +86,12 @@ class SentRequests:
         Raises:
             InvalidRewardError: a reward is not usable after its retries, and the run is to stop.
         """
-        return {name: self._result_of(name) for name in self.sent}
+        scores = {}
+        for name in self.sent:
+            started_s = time.monotonic()
+            scores[name] = self._result_of(name)
+            self.measured[name]["wait_s"] = time.monotonic() - started_s
+        return scores
 
     def _result_of(self, name: str) -> Tensor:
         reward = self.client.rewards[name]

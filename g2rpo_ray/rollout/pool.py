@@ -16,6 +16,7 @@ from g2rpo_ray.cluster.postmortem import first_line
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.weights import WeightReceipt
+from g2rpo_ray.rollout.actor import hire_actor
 from g2rpo_ray.rollout.answers import (
     BrokenLatentsError,
     HeldoutDraw,
@@ -30,7 +31,6 @@ from g2rpo_ray.rollout.crew import (
     RolloutError,
     RolloutStartError,
     SyncWorkers,
-    hire_actor,
 )
 from g2rpo_ray.rollout.dispatch import Dispatch
 from g2rpo_ray.rollout.supply import Supply
@@ -294,8 +294,8 @@ class RolloutPool:
         if waited_s > limit_s:
             raise RolloutError(
                 f"{lacking}, and the last came {waited_s:.0f} s ago: {ENCODER} is too slow "
-                f"or hangs (rollout.timeout_s is {limit_s:g}). Embed the prompts before the run (g2rpo "
-                "embed), or give the encoder a card (prompts.encoder_gpus)"
+                f"or hangs (rollout.timeout_s is {limit_s:g}). Embed the prompts before the run "
+                "(g2rpo embed), or give the encoder a card (prompts.encoder_gpus)"
             )
 
     def _accept(self, event: Event, dispatch: Dispatch) -> bool:
