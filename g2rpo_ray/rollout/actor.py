@@ -1,4 +1,4 @@
-"""The rollout worker as a Ray actor: models are loaded by ``start``, and it answers while it works."""
+"""The rollout worker as a Ray actor: ``start`` loads its models, and it answers while it works."""
 
 from collections.abc import Sequence
 from typing import Any

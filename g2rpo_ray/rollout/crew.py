@@ -6,17 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
 
 from g2rpo_ray.cluster.demand import autoscaler_says, living_nodes
-from g2rpo_ray.cluster.postmortem import Place, error_of, first_line, own_place, report
+from g2rpo_ray.cluster.postmortem import error_of, first_line, own_place, report
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.weights import WeightReceipt
+from g2rpo_ray.rollout.member import GETTING_WEIGHTS, Event, Member
 from g2rpo_ray.rollout.worker import Scoring
 from g2rpo_ray.weight_sync import Peer, StoredWeights
 
@@ -26,7 +26,6 @@ LONGEST_PAUSE_S = 60.0
 PING_S = 15.0
 DONORS = 2
 """So many workers are asked for the weights that a newcomer lacks, before the learner is."""
-GETTING_WEIGHTS = "getting weights"
 LONGEST_GAP_S = 2.0
 """Of the time between two calls of ``tend``, so much counts against a member."""
 
@@ -42,46 +41,6 @@ class RolloutError(RunError):
 
 class RolloutStartError(InputError):
     """The workers that the run is to start with did not come up; says what is missing."""
-
-
-@dataclass
-class Member:
-    """A worker: first without a place, then loading, then with old weights, then ready."""
-
-    number: int
-    """Counts up; a replacement has a new one."""
-    handle: Any
-    since_s: float
-    """Start of its present stage, or the end of its last task."""
-    role: str
-    stage: str = "placing"
-    told: bool = False
-    """Whether it was told that there is no place for it."""
-    place: Place | None = None
-    weight_version: int = 0
-    finished: set[str] = field(default_factory=set)
-    """Kinds of tasks that it has done at least once."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.role} {self.number}" + (f" ({self.place})" if self.place else "")
-
-    @property
-    def peer(self) -> Peer:
-        """As a receiver of weights."""
-        return Peer(self.name, self.handle)
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that a worker has answered."""
-
-    worker: int
-    what: str
-    """A stage that it has reached, or ``answer``."""
-    task: int
-    future: Future
-    at_s: float
 
 
 class Crew:

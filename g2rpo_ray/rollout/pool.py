@@ -23,18 +23,12 @@ from g2rpo_ray.rollout.answers import (
     HeldoutPictures,
     RolloutSummary,
 )
-from g2rpo_ray.rollout.crew import (
-    Crew,
-    Event,
-    Hire,
-    Member,
-    RolloutError,
-    RolloutStartError,
-    SyncWorkers,
-)
+from g2rpo_ray.rollout.crew import Crew, Hire, RolloutError, RolloutStartError, SyncWorkers
 from g2rpo_ray.rollout.dispatch import Dispatch
+from g2rpo_ray.rollout.member import Event, Member
 from g2rpo_ray.rollout.supply import Supply
-from g2rpo_ray.rollout.watchdog import PHASE, WAIT_LINE_S, Waits, Watchdog
+from g2rpo_ray.rollout.waits import WAIT_LINE_S, Waits
+from g2rpo_ray.rollout.watchdog import PHASE, Watchdog
 from g2rpo_ray.rollout.worker import Scoring
 from g2rpo_ray.weight_sync import WeightSyncError
 
@@ -42,7 +36,6 @@ POLL_S = 0.5
 BROKEN_LATENTS_TRIES = 2
 """A second worker that gives the same broken latents shows that the weights are at fault."""
 SYNC_ROUNDS = 3
-ENCODER = "the prompt encoder"
 
 OnWait = Callable[[int, int], None]
 """Called with (done, total) while the pool waits; may raise to give up."""
@@ -188,6 +181,10 @@ class RolloutPool:
 
         Returns:
             Summaries, and references to the RolloutGroups, both by slot.
+
+        Raises:
+            SupplyError: a prompt has no embeddings, or none came in time.
+            RolloutError: a prompt cannot be drawn.
         """
         first_id = iteration * len(prompts)
 
@@ -253,10 +250,10 @@ class RolloutPool:
         self._runs += 1
         answer = f"answer in run {self._runs}"
         references: dict[int, list[Any]] = {}
-        with Supply(prompts, self._crew.wake) as supply:
+        with Supply(prompts, self._crew.wake, self._settings.timeout_s, self._waits) as supply:
             while not dispatch.is_done:
                 now_s = time.monotonic()
-                self._offer(dispatch, supply, now_s)
+                supply.offer_to(dispatch, now_s)
                 for worker, task in dispatch.assign(now_s):
                     references[worker] = call(task, self._crew.members[worker].handle)
                     self._crew.watch(references[worker][0], worker, answer, task)
@@ -276,27 +273,6 @@ class RolloutPool:
                     self._crew.praise(member, kind)
         self._crew.work = 0
         return done
-
-    def _offer(self, dispatch: Dispatch, supply: Supply, now_s: float) -> None:
-        """Have handed out what its embeddings are there for.
-
-        Raises:
-            RolloutError: the encoder gave none for too long.
-        """
-        for task in supply.arrived():
-            dispatch.offer(task)
-        if not dispatch.starved:
-            supply.since_s = now_s
-            return
-        waited_s, limit_s = now_s - supply.since_s, self._settings.timeout_s
-        lacking = f"{dispatch.lacking} of {dispatch.tasks} prompts have no embeddings"
-        self._waits.note(lacking, ENCODER, waited_s)
-        if waited_s > limit_s:
-            raise RolloutError(
-                f"{lacking}, and the last came {waited_s:.0f} s ago: {ENCODER} is too slow "
-                f"or hangs (rollout.timeout_s is {limit_s:g}). Embed the prompts before the run "
-                "(g2rpo embed), or give the encoder a card (prompts.encoder_gpus)"
-            )
 
     def _accept(self, event: Event, dispatch: Dispatch) -> bool:
         """Count a good answer, and what it took."""

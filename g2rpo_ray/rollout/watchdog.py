@@ -1,31 +1,15 @@
 """Who hangs and who waits: workers that take long are asked, and their own work alone is timed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from g2rpo_ray.rollout.crew import PING_S, Crew, Event
+from g2rpo_ray.rollout.crew import PING_S, Crew
 from g2rpo_ray.rollout.dispatch import Dispatch
+from g2rpo_ray.rollout.member import Event
 from g2rpo_ray.rollout.phases import STORE, Phase
+from g2rpo_ray.rollout.waits import Waits
 
 PHASE = "phase"
 ASK_AGAIN_S = 1.0
-WAIT_LINE_S = 30.0
-"""Of a wait so long there is a line; the next one after twice as long."""
-
-
-class Waits:
-    """Tells who is waited for: a line for each, after 30 s, 60 s, 120 s, ... of one wait."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._next_s: dict[str, float] = {}
-
-    def note(self, who: str, for_whom: str, seconds: float) -> None:
-        """``who`` has waited so long so far."""
-        if seconds < WAIT_LINE_S:
-            self._next_s.pop(for_whom, None)
-        elif seconds >= self._next_s.get(for_whom, WAIT_LINE_S):
-            self._next_s[for_whom] = 2 * seconds
-            self._tell(f"{who} waits for {for_whom} for {seconds:.0f} s so far")
 
 
 class Watchdog:

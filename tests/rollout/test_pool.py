@@ -9,7 +9,8 @@ import pytest
 import ray
 
 from g2rpo_ray.models.weights import WeightReceipt
-from g2rpo_ray.rollout.crew import NODE_FAILURES, RolloutError, RolloutStartError, actor_class
+from g2rpo_ray.rollout.actor import actor_class
+from g2rpo_ray.rollout.crew import NODE_FAILURES, RolloutError, RolloutStartError
 from g2rpo_ray.rollout.pool import POLL_S, RolloutPool
 from g2rpo_ray.rollout.supply import SupplyError
 from g2rpo_ray.weight_sync import Peer, WeightSyncError
@@ -84,12 +85,12 @@ def test_a_worker_that_fails_is_replaced_and_its_group_drawn_elsewhere(
 def test_workers_that_wait_for_a_slow_scorer_are_not_replaced(
     pools: Pools, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("g2rpo_ray.rollout.watchdog.WAIT_LINE_S", 3.0)
+    monkeypatch.setattr("g2rpo_ray.rollout.waits.WAIT_LINE_S", 3.0)
     pool = pools("rollout.workers=2")
     pool.wait_until_ready()
     assert generate(pool, "always scored", "always scored") == expected(2)
     assert (pool.replacements, pool.repeats) == (0, 0)
-    assert "waits for reward 'judge'" in " ".join(told)
+    assert "waiting for reward 'judge'" in " ".join(told)
 
 
 def test_a_prompt_is_handed_out_with_its_embeddings(pools: Pools) -> None:
