@@ -45,10 +45,14 @@ def test_only_own_work_counts(clock: Clock) -> None:
 
 def test_a_wait_that_fails_is_over(clock: Clock) -> None:
     own = OwnTime()
+
+    def ask() -> None:
+        clock.now_s += 5
+        raise TimeoutError
+
     with own.task():
         with pytest.raises(TimeoutError), own.waiting(lambda: "a scorer"):
-            clock.now_s += 5
-            raise TimeoutError
+            ask()
         assert own.now() == Phase(0.0, 5.0, None)
     with pytest.raises(ZeroDivisionError), own.task():
         raise ZeroDivisionError

@@ -118,6 +118,21 @@ def test_an_encoder_that_fails_costs_no_worker(pools: Pools) -> None:
     assert pool.replacements == 0
 
 
+def test_an_encoder_that_hangs_is_named_and_costs_no_worker(pools: Pools) -> None:
+    @ray.remote(num_cpus=0)
+    def encode() -> str:
+        time.sleep(3600)
+        return ""
+
+    pool = pools("rollout.workers=2")
+    pool.wait_until_ready()
+    hangs = encode.remote()
+    with pytest.raises(SupplyError, match="1 of 2 prompts have no embeddings.*prompt encoder"):
+        pool.generate([ray.put("well"), hangs], 3, lambda *_: None)
+    ray.cancel(hangs, force=True)
+    assert pool.replacements == 0
+
+
 def test_a_newcomer_gets_weights_while_the_learner_is_busy(pools: Pools, told: list[str]) -> None:
     pool = pools("rollout.workers=2", "cluster.start_timeout_s=20")
     pool.wait_until_ready()
