@@ -127,7 +127,7 @@ def test_an_encoder_that_hangs_is_named_and_costs_no_worker(pools: Pools) -> Non
     pool = pools("rollout.workers=2")
     pool.wait_until_ready()
     hangs = encode.remote()
-    with pytest.raises(SupplyError, match="1 of 2 prompts have no embeddings.*prompt encoder"):
+    with pytest.raises(SupplyError, match=r"1 of 2 prompts have no embeddings.*prompt encoder"):
         pool.generate([ray.put("well"), hangs], 3, lambda *_: None)
     ray.cancel(hangs, force=True)
     assert pool.replacements == 0
