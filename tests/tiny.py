@@ -80,6 +80,7 @@ class KnownScores:
     failures: list[str] = field(default_factory=list)
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
+    waiting_for: str = ""
 
     def result(self) -> dict[str, Tensor]:
         return self.scores

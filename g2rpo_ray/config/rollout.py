@@ -60,10 +60,11 @@ class RolloutSection(Section):
     """Completions of granularity 1 evaluate the network at every other step only, and step by a
     multistep method of second order: docs/performance.md has the price."""
     timeout_s: float = Field(1800.0, gt=0)
-    """A worker that takes longer for a prompt counts as hanging: it is replaced, and its prompt
-    goes elsewhere. Once there is a history, five times the median duration is enough."""
+    """A worker whose own work on a prompt takes longer counts as hanging: it is replaced, and its
+    prompt goes elsewhere. Once there is a history, five times the median is enough. What it waits
+    for (scores) does not count. The encoder may leave workers without a prompt for as long."""
     min_deadline_s: float = Field(60.0, gt=0)
-    """A prompt may take this long, whatever the history says."""
+    """Work on a prompt may take this long, whatever the history says."""
     attempts: int = Field(4, ge=1)
     """A prompt that failed on so many workers stops the run."""
 

@@ -51,7 +51,9 @@ class RewardClient:
         self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]
     ) -> "SentRequests":
         """Send pictures (uint8 ``[B, H, W, 3]``, one prompt) to these rewards; returns at once."""
-        request = ScoreRequest(prompt_id, prompt, pictures)
+        request = ScoreRequest(
+            prompt_id, prompt, pictures, ray.get_runtime_context().get_actor_id()
+        )
         sent = {name: self.handles[name].score.remote(request) for name in names}
         return SentRequests(self, request, sent, time.monotonic())
 
@@ -68,10 +70,15 @@ class SentRequests:
     failures: list[str] = field(default_factory=list)
     """What failed for good, filled by ``result``."""
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Reward name -> ``failures``, and ``latency_s`` and ``batch_fill`` where there was an answer;
-    filled by ``result``."""
+    """Reward name -> ``failures``, ``wait_s`` (spent in ``result`` for it), and ``latency_s`` and
+    ``batch_fill`` where there was an answer; filled by ``result``."""
     busy_s: dict[str, float] = field(default_factory=dict)
     """Replica that answered -> time that it has worked since its start; filled by ``result``."""
+
+    @property
+    def waiting_for(self) -> str:
+        """Rewards without an answer yet, the one that is waited for first."""
+        return "reward " + ", ".join(repr(name) for name in self.sent if name not in self.measured)
 
     def result(self) -> dict[str, Tensor]:
         """Wait for all scores: reward name -> float32 ``[B]``.
@@ -79,7 +86,12 @@ class SentRequests:
         Raises:
             InvalidRewardError: a reward is not usable after its retries, and the run is to stop.
         """
-        return {name: self._result_of(name) for name in self.sent}
+        scores = {}
+        for name in self.sent:
+            started_s = time.monotonic()
+            scores[name] = self._result_of(name)
+            self.measured[name]["wait_s"] = time.monotonic() - started_s
+        return scores
 
     def _result_of(self, name: str) -> Tensor:
         reward = self.client.rewards[name]
@@ -101,7 +113,8 @@ class SentRequests:
                 return self._no_scores(name, answer)
             time.sleep(min(FIRST_PAUSE_S * 2 ** (tries + losses - 1), LONGEST_PAUSE_S))
             response = self.client.handles[name].score.remote(self.request)
-            sent_at_s = time.monotonic()
+            # Else replicas that die again and again would never use up the time of a try.
+            sent_at_s = sent_at_s if lost else time.monotonic()
 
     def _answer_to(
         self, response: Any, name: str, sent_at_s: float

@@ -46,8 +46,8 @@ class RewardSection(Section):
     """A request that takes longer counts as failed. A replica whose scorer hangs for so long is
     replaced."""
     retries: int = Field(2, ge=0)
-    """Further tries of a failed request. Replicas that die are no tries: within ``timeout_s`` the
-    request is sent again, after pauses that double."""
+    """Further tries of a failed request. Replicas that die are no tries: within ``timeout_s`` of
+    the try the request is sent again, after pauses that double."""
     requests_per_replica: float = Field(8.0, gt=0)
     """Requests under way for each replica that Serve aims at, between the bounds."""
     upscale_delay_s: float = Field(5.0, ge=0)

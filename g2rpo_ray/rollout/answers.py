@@ -69,6 +69,10 @@ class RolloutSummary:
     """Pictures whose latents are not finite."""
     replica_busy_s: Counter[str] = field(default_factory=Counter)
     """Reward replica -> time that it has worked since its start, as of its last answer."""
+    own_s: float = 0.0
+    """Time of the worker's own work."""
+    waited_s: float = 0.0
+    """Time in which the worker waited for scores."""
 
 
 @dataclass(frozen=True)
@@ -100,3 +104,5 @@ class HeldoutPictures:
     """Why scores are missing, in words."""
     broken_pictures: int = 0
     """Pictures whose latents are not finite; they have no scores."""
+    own_s: float = 0.0
+    """Time of the worker's own work."""

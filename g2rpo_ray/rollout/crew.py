@@ -6,25 +6,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
-from ray.actor import ActorHandle
 
 from g2rpo_ray.cluster.demand import autoscaler_says, living_nodes
-from g2rpo_ray.cluster.postmortem import Place, error_of, first_line, own_place, report
+from g2rpo_ray.cluster.postmortem import error_of, first_line, own_place, report
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.weights import WeightReceipt
-from g2rpo_ray.rollout.worker import RolloutWorker, Scoring
-from g2rpo_ray.weight_sync import Peer
+from g2rpo_ray.rollout.member import GETTING_WEIGHTS, Event, Member
+from g2rpo_ray.rollout.worker import Scoring
+from g2rpo_ray.weight_sync import Peer, StoredWeights
 
 NODE_FAILURES = 3
 """A node where so many workers failed in a row, with no task done between, is avoided."""
 LONGEST_PAUSE_S = 60.0
 PING_S = 15.0
+DONORS = 2
+"""So many workers are asked for the weights that a newcomer lacks, before the learner is."""
 LONGEST_GAP_S = 2.0
 """Of the time between two calls of ``tend``, so much counts against a member."""
 
@@ -40,70 +41,6 @@ class RolloutError(RunError):
 
 class RolloutStartError(InputError):
     """The workers that the run is to start with did not come up; says what is missing."""
-
-
-class RolloutActor(RolloutWorker):
-    """A worker whose models are loaded by ``start``: by then it is known where it runs."""
-
-    def __init__(self) -> None:
-        pass
-
-    def start(self, config: Config, scoring: Scoring, number: int) -> str:
-        """Load, compile and warm up; answers with how, in one line."""
-        super().__init__(config, scoring, number)
-        return self.engine.description
-
-
-def hire_actor(config: Config, avoided: Sequence[str]) -> ActorHandle:
-    """Starts an empty RolloutActor with the resources of a worker."""
-    settings = config.rollout
-    labels = dict(settings.label_selector)
-    if avoided:
-        labels["ray.io/node-id"] = f"!in({','.join(avoided)})"
-    actor = ray.remote(RolloutActor).options(
-        num_cpus=settings.cpus_per_worker, num_gpus=settings.gpus_per_worker, label_selector=labels
-    )
-    return actor.remote()
-
-
-@dataclass
-class Member:
-    """A worker: first without a place, then loading, then with old weights, then ready."""
-
-    number: int
-    """Counts up; a replacement has a new one."""
-    handle: Any
-    since_s: float
-    """Start of its present stage, or the end of its last task."""
-    role: str
-    stage: str = "placing"
-    told: bool = False
-    """Whether it was told that there is no place for it."""
-    place: Place | None = None
-    weight_version: int = 0
-    finished: set[str] = field(default_factory=set)
-    """Kinds of tasks that it has done at least once."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.role} {self.number}" + (f" ({self.place})" if self.place else "")
-
-    @property
-    def peer(self) -> Peer:
-        """As a receiver of weights."""
-        return Peer(self.name, self.handle)
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that a worker has answered."""
-
-    worker: int
-    what: str
-    """A stage that it has reached, or ``answer``."""
-    task: int
-    future: Future
-    at_s: float
 
 
 class Crew:
@@ -135,6 +72,8 @@ class Crew:
         self._node_failures: Counter[str] = Counter()
         self._any_came_up = False
         self._weight_version = 0
+        self._receipt: WeightReceipt | None = None
+        """Of the weights that were sent last to all."""
         self._sync: SyncWorkers | None = None
         self._sync_lock = threading.Lock()
         self._short_since_s: float | None = None
@@ -158,18 +97,28 @@ class Crew:
         )
 
     def next_event(self, timeout_s: float) -> Event | None:
-        """The next answer of a member; None if there is none in time."""
+        """The next answer of a member; None if there is none in time, or after ``wake``."""
         try:
             event = self._events.get(timeout=timeout_s)
         except Empty:
             return None
         return event if event.worker in self.members else None
 
+    @property
+    def is_read(self) -> bool:
+        """Whether every answer that has come was taken out of ``next_event``."""
+        return self._events.empty()
+
+    def wake(self) -> None:
+        """End a wait in ``next_event``; from any thread."""
+        self._events.put(Event(-1, "wake", -1, Future(), time.monotonic()))
+
     def tend(self, now_s: float) -> None:
         """Start who is missing, and give up who does not come up.
 
         Time in which nobody calls this (the driver learns or saves) counts for no limit: what the
-        members have answered meanwhile is not read yet.
+        members have answered meanwhile is not read yet. Nor does time in which a member waits for
+        weights: others make it wait, and sending them has limits of its own.
 
         Raises:
             RolloutError: too few workers for too long.
@@ -178,16 +127,14 @@ class Crew:
         while len(self.members) < self._wanted and now_s >= self._next_start_s:
             self._start(now_s)
         for member in list(self.members.values()):
-            if (
-                member.stage not in ("placing", "ready")
-                and now_s - member.since_s > self._start_timeout_s
-            ):
+            if member.stage == "loading" and now_s - member.since_s > self._start_timeout_s:
                 self.lose(
                     member,
                     f"was {member.stage} for {self._start_timeout_s:g} s (cluster.start_timeout_s)",
                 )
         self._tell_of_no_place(now_s)
-        if len(self.ready) >= self._config.rollout.min_workers:
+        coming = [it for it in self.members.values() if it.stage in ("ready", GETTING_WEIGHTS)]
+        if len(coming) >= self._config.rollout.min_workers:
             self._short_since_s = None
         elif self._short_since_s is None:
             self._short_since_s = now_s
@@ -290,7 +237,7 @@ class Crew:
             self._tell(f"{member.name}: proved weights {receipt.version}, {receipt.checksum}")
         if self._sync is not None and member.weight_version < self._weight_version:
             # New, or sent to just before the others got newer weights.
-            member.stage = "getting weights"
+            member.stage = GETTING_WEIGHTS
             threading.Thread(target=self._join, args=(member, self._sync), daemon=True).start()
             return None
         member.stage = "ready"
@@ -334,13 +281,13 @@ class Crew:
             WeightSyncError: of ``sync``.
         """
         while not self._sync_lock.acquire(timeout=0.2):
-            # A newcomer is being sent to. If it hangs, tend ends it.
+            # A newcomer is being sent to, which has a limit.
             self.tend(time.monotonic())
         try:
             self._sync = sync
             receivers = self.ready
             report = sync([member.peer for member in receivers])
-            self._weight_version = report.version
+            self._weight_version, self._receipt = report.version, report
             for member in receivers:
                 member.weight_version = report.version
             return report
@@ -348,8 +295,8 @@ class Crew:
             self._sync_lock.release()
 
     def silent(self, members: Sequence[Member]) -> list[Member]:
-        """Those that do not answer a call that costs nothing."""
-        asked = [member.handle.__ray_call__.remote(own_place) for member in members]
+        """Those that do not answer a call that costs nothing, whatever they do or wait for."""
+        asked = [member.handle.phase.remote() for member in members]
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=PING_S)
         pairs = zip(members, asked, strict=True)
         return [m for m, ref in pairs if ref not in answered or error_of(ref) is not None]
@@ -367,10 +314,28 @@ class Crew:
         future: Future = Future()
         with self._sync_lock:
             try:
-                future.set_result(sync([member.peer]))
+                stored = self._weights_of_a_fellow()
+                if stored is None:
+                    self._tell(f"{member.name} waits for the learner to send it weights")
+                future.set_result((stored.send if stored else sync)([member.peer]))
             except Exception as error:  # noqa: BLE001  (handed to the thread that tends the crew)
                 future.set_exception(error)
             self._events.put(Event(member.number, "joined", -1, future, time.monotonic()))
+
+    def _weights_of_a_fellow(self) -> StoredWeights | None:
+        """The weights that were sent last, from a worker that has them.
+
+        The learner may be busy with a long update, and must not be waited for.
+        """
+        expected, timeout_s = self._receipt, self._config.weight_sync.timeout_s
+        fellows = [it for it in self.ready if it.weight_version == self._weight_version]
+        for fellow in fellows[:DONORS]:
+            held, weights = fellow.handle.export_weights.options(num_returns=2).remote()
+            done, _ = ray.wait([held], timeout=timeout_s)
+            # One that fails or has other weights is looked after elsewhere.
+            if done and error_of(held) is None and ray.get(held) == expected:
+                return StoredWeights(self._weight_version, held, weights, timeout_s)
+        return None
 
     def _avoided(self) -> list[str]:
         bad = {node for node, failures in self._node_failures.items() if failures >= NODE_FAILURES}

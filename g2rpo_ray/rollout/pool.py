@@ -16,28 +16,23 @@ from g2rpo_ray.cluster.postmortem import first_line
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.weights import WeightReceipt
+from g2rpo_ray.rollout.actor import hire_actor
 from g2rpo_ray.rollout.answers import (
     BrokenLatentsError,
     HeldoutDraw,
     HeldoutPictures,
     RolloutSummary,
 )
-from g2rpo_ray.rollout.crew import (
-    Crew,
-    Event,
-    Hire,
-    Member,
-    RolloutError,
-    RolloutStartError,
-    SyncWorkers,
-    hire_actor,
-)
+from g2rpo_ray.rollout.crew import Crew, Hire, RolloutError, RolloutStartError, SyncWorkers
 from g2rpo_ray.rollout.dispatch import Dispatch
+from g2rpo_ray.rollout.member import Event, Member
+from g2rpo_ray.rollout.supply import Supply
+from g2rpo_ray.rollout.waits import WAIT_LINE_S, Waits
+from g2rpo_ray.rollout.watchdog import PHASE, Watchdog
 from g2rpo_ray.rollout.worker import Scoring
 from g2rpo_ray.weight_sync import WeightSyncError
 
 POLL_S = 0.5
-WAIT_LINE_S = 30.0
 BROKEN_LATENTS_TRIES = 2
 """A second worker that gives the same broken latents shows that the weights are at fault."""
 SYNC_ROUNDS = 3
@@ -88,11 +83,15 @@ class RolloutPool:
             kind: LearnedDeadline(settings.timeout_s, settings.min_deadline_s)
             for kind in ("rollout", "evaluate", "walk")
         }
+        self._waits = Waits(tell)
         self._last_tended_s, self._runs = -math.inf, 0
         self.repeats = 0
         """Tasks that were handed out again, since the start."""
         self.busy_s = 0.0
         """Time that tasks took, summed over the workers, since the start."""
+        self.encoder_wait_s = self.store_wait_s = 0.0
+        """Time, summed over the workers, since the start: without a prompt, since those left have
+        no embeddings; and with one that is on its way to or from the worker."""
         self.replica_busy_s: Counter[str] = Counter()
         """Reward replica -> time that it has worked since its start, as far as is known."""
         self._tend()
@@ -182,6 +181,10 @@ class RolloutPool:
 
         Returns:
             Summaries, and references to the RolloutGroups, both by slot.
+
+        Raises:
+            SupplyError: a prompt has no embeddings, or none came in time.
+            RolloutError: a prompt cannot be drawn.
         """
         first_id = iteration * len(prompts)
 
@@ -196,7 +199,7 @@ class RolloutPool:
                 return f"drew with weights {summary.weight_version}, not {member.weight_version}"
             return _broken_fault(summary.broken_pictures, attempt)
 
-        done = self._run("rollout", len(prompts), call, fault, on_wait)
+        done = self._run("rollout", prompts, call, fault, on_wait)
         for summary, _ in done:
             self.replica_busy_s |= summary.replica_busy_s
         return [summary for summary, _ in done], [group for _, group in done]
@@ -212,7 +215,7 @@ class RolloutPool:
         starts = latents or [None] * len(prompts)
         done = self._run(
             "evaluate",
-            len(prompts),
+            prompts,
             lambda number, worker: [worker.evaluate.remote(prompts[number], draw, starts[number])],
             lambda _task, _member, attempt, it: _broken_fault(it.broken_pictures, attempt),
             on_wait,
@@ -225,7 +228,7 @@ class RolloutPool:
         """References to the latents of held-out prompts at ``draw.last``, in their order."""
         done = self._run(
             "walk",
-            len(prompts),
+            prompts,
             lambda number, worker: [worker.walk.remote(prompts[number], draw)],
             lambda *_: None,
             on_wait,
@@ -233,52 +236,73 @@ class RolloutPool:
         return [reference for _, reference in done]
 
     def _run(
-        self, kind: str, tasks: int, call: Call, fault: Fault, on_wait: OnWait
+        self, kind: str, prompts: Sequence[ray.ObjectRef], call: Call, fault: Fault, on_wait: OnWait
     ) -> list[tuple[Any, ray.ObjectRef]]:
-        """Have every task done by some worker; the answers, each with its call's last reference."""
-        done: list[Any] = [None] * tasks
-        dispatch = Dispatch(tasks, self._deadlines[kind])
+        """Have every prompt done by some worker; the answers, each with its call's last reference.
+
+        A prompt is handed out once its embeddings are there.
+        """
+        done: list[Any] = [None] * len(prompts)
+        dispatch = Dispatch(len(prompts), self._deadlines[kind])
+        watchdog = Watchdog(dispatch, self._crew, self._settings.timeout_s, self._waits)
         for member in self._crew.ready:
             dispatch.join(member.number, seasoned=kind in member.finished)
         self._runs += 1
         answer = f"answer in run {self._runs}"
         references: dict[int, list[Any]] = {}
-        started_s: dict[int, float] = {}
-        while not dispatch.is_done:
-            now_s = time.monotonic()
-            for worker, task in dispatch.assign(now_s):
-                started_s[worker] = now_s
-                references[worker] = call(task, self._crew.members[worker].handle)
-                self._crew.watch(references[worker][0], worker, answer, task)
-            event = self._next_event(dispatch, kind)
-            on_wait(dispatch.done, dispatch.tasks)
-            if event is None or event.what != answer:
-                # The latter belongs to a run that was given up.
-                continue
-            member, task = self._crew.members[event.worker], event.task
-            cause = self._fault_of(event, dispatch.attempts(task), member, fault)
-            if cause is not None:
-                self._lose(member, cause, dispatch)
-            elif dispatch.accept(member.number, task, event.at_s):
-                done[task] = event.future.result(), references.pop(member.number)[-1]
-                self.busy_s += event.at_s - started_s[member.number]
-                self._crew.praise(member, kind)
+        with Supply(prompts, self._crew.wake, self._settings.timeout_s, self._waits) as supply:
+            while not dispatch.is_done:
+                now_s = time.monotonic()
+                supply.offer_to(dispatch, now_s)
+                for worker, task in dispatch.assign(now_s):
+                    references[worker] = call(task, self._crew.members[worker].handle)
+                    self._crew.watch(references[worker][0], worker, answer, task)
+                event = self._next_event(dispatch, kind, watchdog)
+                self.encoder_wait_s += dispatch.starved * (time.monotonic() - now_s)
+                on_wait(dispatch.done, dispatch.tasks)
+                if event is None or event.what != answer:
+                    # The latter belongs to a run that was given up.
+                    continue
+                member, task = self._crew.members[event.worker], event.task
+                supply.check(task, event.future.exception())
+                cause = self._fault_of(event, dispatch.attempts(task), member, fault)
+                if cause is not None:
+                    self._lose(member, cause, dispatch)
+                elif self._accept(event, dispatch):
+                    done[task] = event.future.result(), references.pop(member.number)[-1]
+                    self._crew.praise(member, kind)
         self._crew.work = 0
         return done
 
-    def _next_event(self, dispatch: Dispatch | None = None, kind: str = "") -> Event | None:
+    def _accept(self, event: Event, dispatch: Dispatch) -> bool:
+        """Count a good answer, and what it took."""
+        held_s = dispatch.held_s(event.worker, event.task, event.at_s)
+        if held_s is None:
+            return False
+        answer, own_s = event.future.result(), held_s
+        if isinstance(answer, RolloutSummary | HeldoutPictures):
+            own_s = answer.own_s
+        if isinstance(answer, RolloutSummary):
+            self.store_wait_s += max(0.0, held_s - own_s - answer.waited_s)
+        self.busy_s += held_s
+        return dispatch.accept(event.worker, event.task, own_s)
+
+    def _next_event(
+        self, dispatch: Dispatch | None = None, kind: str = "", watchdog: Watchdog | None = None
+    ) -> Event | None:
         """Wait for an answer to a task; comings and goings of workers are dealt with here."""
         self._tend(dispatch)
         event = self._crew.next_event(POLL_S)
-        if dispatch is not None:
-            for worker in dispatch.overdue(time.monotonic()):
-                if event is None or event.worker != worker:
-                    self._lose(
-                        self._crew.members[worker],
-                        "does not answer (rollout.timeout_s, rollout.min_deadline_s)",
-                        dispatch,
-                    )
-        if event is None or event.what.startswith("answer"):
+        if dispatch is not None and watchdog is not None:
+            if event is not None and event.what == PHASE:
+                if cause := watchdog.hear(event):
+                    self._lose(self._crew.members[event.worker], cause, dispatch)
+                return None
+            # Nobody is judged before all that has come was read.
+            if event is None and self._crew.is_read:
+                for worker, cause in watchdog.look(time.monotonic()):
+                    self._lose(self._crew.members[worker], cause, dispatch)
+        if event is None or event.what == PHASE or event.what.startswith("answer"):
             return event
         member = self._crew.handle(event)
         if member is not None and dispatch is not None:

@@ -33,6 +33,7 @@ from g2rpo_ray.rollout.answers import (
     summarise,
 )
 from g2rpo_ray.rollout.device import DeviceClock, HostCopy
+from g2rpo_ray.rollout.phases import OwnTime
 from g2rpo_ray.sampling.engine import RolloutEngine
 from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup
@@ -54,6 +55,10 @@ class PendingScores(Protocol):
     @property
     def busy_s(self) -> dict[str, float]:
         """After ``result``: reward replica -> time that it has worked since its start."""
+
+    @property
+    def waiting_for(self) -> str:
+        """Who has not answered yet, in words; asked from another thread during ``result``."""
 
     def result(self) -> dict[str, Tensor]:
         """Reward name -> float32 ``[B]``; NaN for a failed reward, if the run goes on then."""
@@ -96,6 +101,7 @@ class RolloutWorker:
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self.algorithm = make_algorithm(config)
         self._weight_group: WeightGroup | None = None
+        self.own_time = OwnTime()
         self.weight_version = 0
         """0 are the weights of the model folder."""
 
@@ -137,7 +143,8 @@ class RolloutWorker:
         Nothing here waits for the device before the last latents are on their way: pictures travel
         to the reward servers while the next steps are completed.
         """
-        with log_context(iteration=iteration, prompt_id=prompt.prompt_id, group_id=group_id):
+        context = log_context(iteration=iteration, prompt_id=prompt.prompt_id, group_id=group_id)
+        with self.own_time.task(), context:
             config, key = self.config, GroupKey(self.config.seed, group_id)
             evaluations_before, clock = self.engine.evaluations, DeviceClock(self.device)
             sampler = self.engine.sampler(config.sampling.steps)
@@ -192,7 +199,7 @@ class RolloutWorker:
         scores = sent.scores.result()
         broken = ~sent.finite.cpu()
         failures = self._broken_pictures(broken, prompt)
-        for of_reward, values in zip(rewards, scores.result().values(), strict=True):
+        for of_reward, values in zip(rewards, self._result(scores).values(), strict=True):
             by_member = values.view(len(of_reward), 1, -1)
             of_reward[:, sent.positions] = by_member.masked_fill(broken[:, None], torch.nan)
         return scores, failures + scores.failures
@@ -209,6 +216,12 @@ class RolloutWorker:
         Raises:
             BrokenLatentsError: latents are not finite, and the run is to stop then.
         """
+        with self.own_time.task():
+            return self._evaluate(prompt, draw, latents)
+
+    def _evaluate(
+        self, prompt: Prompt, draw: HeldoutDraw | None, latents: Tensor | None
+    ) -> HeldoutPictures:
         before = self.engine.evaluations
         settings = self.config.evaluation
         draw = draw or HeldoutDraw(settings.steps, settings.pictures_per_prompt)
@@ -217,9 +230,8 @@ class RolloutWorker:
         failures = self._broken_pictures(broken, prompt)
         pictures = self.engine.decoder.decode(x0)
         pending = self.scoring.submit(prompt.prompt_id, prompt.text, pictures, self.scoring.names)
-        scores = {
-            name: values.masked_fill(broken, torch.nan) for name, values in pending.result().items()
-        }
+        results = self._result(pending)
+        scores = {name: values.masked_fill(broken, torch.nan) for name, values in results.items()}
         return HeldoutPictures(
             prompt.prompt_id,
             prompt.text,
@@ -228,10 +240,15 @@ class RolloutWorker:
             evaluations=self.engine.evaluations - before,
             failures=failures + pending.failures,
             broken_pictures=int(broken.sum()),
+            own_s=self.own_time.now().own_s,
         )
 
     def walk(self, prompt: Prompt, draw: HeldoutDraw, latents: Tensor | None = None) -> Tensor:
         """Latents float32 ``[J, tokens, channels]`` of a held-out prompt at ``draw.last``."""
+        with self.own_time.task():
+            return self._walk(prompt, draw, latents)
+
+    def _walk(self, prompt: Prompt, draw: HeldoutDraw, latents: Tensor | None) -> Tensor:
         if latents is None:
             # Without the run's seed: all runs and iterations are judged from the same noise.
             shape = self.policy.shape.packed
@@ -243,6 +260,10 @@ class RolloutWorker:
         sampler = self.engine.sampler(draw.steps)
         start = latents.to(self.device)
         return sampler.trajectory(start, prompt.embeds.to(self.device), draw.first, draw.last).x0
+
+    def _result(self, scores: PendingScores) -> dict[str, Tensor]:
+        with self.own_time.waiting(lambda: scores.waiting_for):
+            return scores.result()
 
     def _broken_pictures(self, broken: Tensor, prompt: Prompt) -> list[str]:
         # Its log-probability is infinite then, and a scorer may still give its picture a number.
@@ -271,6 +292,7 @@ class RolloutWorker:
         min_spread = self.config.advantage.min_spread
         warnings = list(self.engine.warnings)
         self.engine.warnings.clear()
+        phase = self.own_time.now()
         return RolloutSummary(
             group_id=group.key.group_id,
             weight_version=group.weight_version,
@@ -285,4 +307,6 @@ class RolloutWorker:
             broken_pictures=int(broken.sum()),
             # The later of two answers of a replica, whichever came first.
             replica_busy_s=reduce(or_, (Counter(scores.busy_s) for scores, _ in scored)),
+            own_s=phase.own_s,
+            waited_s=phase.waited_s,
         )

@@ -34,6 +34,8 @@ class Activity:
         return {
             "rollout/replaced": pool.replacements,
             "rollout/repeated": pool.repeats,
+            "rollout/encoder_wait_s": pool.encoder_wait_s,
+            "rollout/store_wait_s": pool.store_wait_s,
             "learner/rebuilds": learner.rebuilds,
             "evaluation/missed": self._heldout.missed,
             "checkpoint/write_s": learner.written_s,

@@ -56,7 +56,8 @@ def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, f
         f"reward/{name}/{key}": fmean(r[key] for r in answered) if answered else math.nan
         for key in ("latency_s", "batch_fill")
     }
-    return means | {f"reward/{name}/failures": sum(r["failures"] for r in requests)}
+    sums = {key: sum(r.get(key, 0.0) for r in requests) for key in ("failures", "wait_s")}
+    return means | {f"reward/{name}/{key}": value for key, value in sums.items()}
 
 
 def update_metrics(update: UpdateReport) -> dict[str, float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from torch import Tensor
 
@@ -140,6 +141,9 @@ def test_a_failed_reward_that_is_not_required_does_not_stop_the_run(servers: Ser
     pending = optional.submit(7, "raise but optional", PICTURES, ["single"])
     assert pending.result()["single"].isnan().all()
     assert "prompt 7 ('raise but optional')" in pending.failures[0]
+    waited_s = pending.measured["single"].pop("wait_s")
+    # The pauses between its tries count.
+    assert 0.25 + 0.5 <= waited_s < 60
     assert pending.measured == {"single": {"failures": RETRIES + 1}}
 
 
@@ -261,6 +265,23 @@ def test_no_answer_in_time_is_named_with_the_setting_and_costs_the_scorer_nothin
     first.result()
     servers.score("good after that")
     assert servers.calls("good but given up") == 0
+
+
+class Asker:
+    """An actor that asks for scores and never fetches them."""
+
+    def ask(self, client: RewardClient, prompts: list[str]) -> None:
+        self.sent = [client.submit(7, prompt, PICTURES, ["single"]) for prompt in prompts]
+
+
+def test_requests_of_an_actor_that_has_ended_are_not_scored(servers: Servers) -> None:
+    asker = ray.remote(num_cpus=0.1)(Asker).remote()
+    ray.get(asker.ask.remote(servers.client, ["hang for one that ends", "good but orphaned"]))
+    wait_for_call(servers, "hang for one that ends")
+    time.sleep(0.5)
+    ray.kill(asker)
+    servers.score("good after the orphans")
+    assert servers.calls("good but orphaned") == 0
 
 
 def test_an_answer_that_was_there_in_time_may_be_fetched_late(servers: Servers) -> None:

@@ -5,10 +5,14 @@ import signal
 import time
 from pathlib import Path
 
+import ray
 import torch
 
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.weights import WeightReceipt
+from g2rpo_ray.rollout.actor import REPORTS
 from g2rpo_ray.rollout.answers import BrokenLatentsError, HeldoutPictures, RolloutSummary
+from g2rpo_ray.rollout.phases import OwnTime, Phase
 
 
 class StubWorker:
@@ -16,14 +20,27 @@ class StubWorker:
 
     def start(self, _config: Config, scoring: Path, _number: int) -> None:
         self.folder, self.weight_version = scoring, 0
+        self.own_time = OwnTime()
         if (self.folder / "no start").exists():
             raise FileNotFoundError("no model here")
 
-    def receive_weights(self, version: int) -> int:
+    def receive_weights(self, version: int, _weights: object = None) -> WeightReceipt:
         self.weight_version = version
-        return version + int(self.once("garble"))
+        return WeightReceipt(version + int(self.once("garble")), 1, 1, "")
 
-    def rollout(self, prompt: str, group_id: int, _iteration: int) -> tuple[RolloutSummary, str]:
+    @ray.method(concurrency_group=REPORTS)
+    def phase(self) -> Phase:
+        return self.own_time.now()
+
+    @ray.method(concurrency_group=REPORTS)
+    def export_weights(self) -> tuple[WeightReceipt, int]:
+        return WeightReceipt(self.weight_version, 1, 1, ""), self.weight_version
+
+    def rollout(self, prompt: str, group_id: int, iteration: int) -> tuple[RolloutSummary, str]:
+        with self.own_time.task():
+            return self.draw(prompt, group_id, iteration)
+
+    def draw(self, prompt: str, group_id: int, _iteration: int) -> tuple[RolloutSummary, str]:
         *always, wish = prompt.split()
         broken = 0
         if not always and not self.once(f"{wish} {group_id}"):
@@ -38,6 +55,11 @@ class StubWorker:
             raise BrokenLatentsError("latents are not finite")
         if wish == "dropped":
             broken = 1
+        if wish == "scored":
+            with self.own_time.waiting(lambda: "reward 'judge'"):
+                time.sleep(12.0)
+        if wish == "hang":
+            time.sleep(3600.0)
         if wish == "slow":
             time.sleep(1.0)
         with (self.folder / "done").open("a") as log:

@@ -12,8 +12,15 @@ def deadline() -> LearnedDeadline:
     return LearnedDeadline(limit_s=100.0, floor_s=2.0)
 
 
+def dispatch_of(tasks: int, history: LearnedDeadline | None = None) -> Dispatch:
+    dispatch = Dispatch(tasks, history or deadline())
+    for task in range(tasks):
+        dispatch.offer(task)
+    return dispatch
+
+
 def test_a_worker_has_one_task_and_gets_the_next_when_it_is_done() -> None:
-    dispatch = Dispatch(3, deadline())
+    dispatch = dispatch_of(3)
     dispatch.join(7, seasoned=True)
     assert list(dispatch.assign(0.0)) == [(7, 0)]
     assert list(dispatch.assign(0.0)) == []
@@ -22,7 +29,7 @@ def test_a_worker_has_one_task_and_gets_the_next_when_it_is_done() -> None:
 
 
 def test_the_task_of_a_worker_that_left_is_next() -> None:
-    dispatch = Dispatch(3, deadline())
+    dispatch = dispatch_of(3)
     dispatch.join(0, seasoned=True)
     dispatch.join(1, seasoned=True)
     assert list(dispatch.assign(0.0)) == [(0, 0), (1, 1)]
@@ -34,7 +41,7 @@ def test_the_task_of_a_worker_that_left_is_next() -> None:
 
 
 def test_a_late_answer_does_not_count() -> None:
-    dispatch = Dispatch(1, deadline())
+    dispatch = dispatch_of(1)
     dispatch.join(0, seasoned=True)
     list(dispatch.assign(0.0))
     dispatch.leave(0)
@@ -51,7 +58,7 @@ def test_overdue_by_the_pools_history_but_a_workers_first_task_may_take_the_limi
     history = deadline()
     for _ in range(5):
         history.record(1.0)
-    dispatch = Dispatch(2, history)
+    dispatch = dispatch_of(2, history)
     dispatch.join(0, seasoned=True)
     dispatch.join(1, seasoned=False)
     list(dispatch.assign(0.0))
@@ -59,6 +66,23 @@ def test_overdue_by_the_pools_history_but_a_workers_first_task_may_take_the_limi
     assert dispatch.overdue(FACTOR + 0.1) == [0]
     assert dispatch.overdue(99.0) == []
     assert dispatch.overdue(100.1) == [1]
+
+
+def test_a_task_is_handed_out_once_it_is_offered() -> None:
+    dispatch = Dispatch(2, deadline())
+    dispatch.join(0, seasoned=True)
+    assert list(dispatch.assign(0.0)) == []
+    assert (dispatch.lacking, dispatch.starved) == (2, 1)
+    dispatch.offer(1)
+    assert list(dispatch.assign(50.0)) == [(0, 1)]
+    assert (dispatch.lacking, dispatch.starved) == (1, 0)
+    # Its clock began when it was handed out.
+    assert dispatch.held_s(0, 1, 51.0) == 1.0
+    assert dispatch.overdue(149.0) == []
+    dispatch.prolong(0, 300.0)
+    assert dispatch.overdue(150.0) == [0]
+    assert dispatch.overdue(299.0) == []
+    assert dispatch.overdue(300.0) == [0]
 
 
 def test_a_deadline_is_kept_between_its_bounds() -> None:
@@ -74,7 +98,7 @@ def test_a_deadline_is_kept_between_its_bounds() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_any_comings_and_goings_lose_and_double_nothing(seed: int) -> None:
     chance = random.Random(seed)
-    dispatch = Dispatch(200, deadline())
+    dispatch = dispatch_of(200)
     living: set[int] = set()
     running: dict[int, int] = {}
     accepted: list[int] = []
@@ -95,7 +119,7 @@ def test_any_comings_and_goings_lose_and_double_nothing(seed: int) -> None:
         if chance.random() < 0.3:
             dispatch.leave(worker)
             living.discard(worker)
-        elif dispatch.accept(worker, running[worker], now_s):
+        elif dispatch.accept(worker, running[worker], 1.0):
             assert worker in living
             accepted.append(running[worker])
         if chance.random() < 0.7:

@@ -9,8 +9,10 @@ import pytest
 import ray
 
 from g2rpo_ray.models.weights import WeightReceipt
+from g2rpo_ray.rollout.actor import actor_class
 from g2rpo_ray.rollout.crew import NODE_FAILURES, RolloutError, RolloutStartError
 from g2rpo_ray.rollout.pool import POLL_S, RolloutPool
+from g2rpo_ray.rollout.supply import SupplyError
 from g2rpo_ray.weight_sync import Peer, WeightSyncError
 from tests.rollout.stub_worker import StubWorker
 from tests.tiny import tiny_config
@@ -31,7 +33,7 @@ def pools(tmp_path: Path, told: list[str]) -> Iterator[Pools]:
     made: list[RolloutPool] = []
 
     def hire(_avoided: Sequence[str]) -> Any:
-        return ray.remote(StubWorker).options(num_cpus=0.25).remote()
+        return actor_class(StubWorker).options(num_cpus=0.25).remote()
 
     def make(*overrides: str, **options: Any) -> RolloutPool:
         config = tiny_config(
@@ -61,7 +63,8 @@ def expected(count: int) -> tuple[list[int], list[str]]:
     ("wish", "said"),
     [
         ("die", "died"),
-        ("freeze", "does not answer"),
+        ("freeze", "not even what it does"),
+        ("hang", "its own work takes"),
         ("raise", "ArithmeticError: a broken card"),
         ("nan", "BrokenLatentsError"),
         ("dropped", "gave 1 pictures whose latents are not finite"),
@@ -77,6 +80,76 @@ def test_a_worker_that_fails_is_replaced_and_its_group_drawn_elsewhere(
     assert generate(pool, "well", wish, "well", "well") == expected(4)
     assert (pool.replacements, pool.repeats) == (1, 1)
     assert said in " ".join(told)
+
+
+def test_workers_that_wait_for_a_slow_scorer_are_not_replaced(
+    pools: Pools, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("g2rpo_ray.rollout.waits.WAIT_LINE_S", 3.0)
+    pool = pools("rollout.workers=2")
+    pool.wait_until_ready()
+    assert generate(pool, "always scored", "always scored") == expected(2)
+    assert (pool.replacements, pool.repeats) == (0, 0)
+    assert "waiting for reward 'judge'" in " ".join(told)
+
+
+def test_a_prompt_is_handed_out_with_its_embeddings(pools: Pools) -> None:
+    @ray.remote(num_cpus=0)
+    def encode(text: str, seconds: float) -> str:
+        time.sleep(seconds)
+        return text
+
+    pool = pools("rollout.workers=2", "rollout.timeout_s=20")
+    pool.wait_until_ready()
+    prompts = [encode.remote("well", 12.0), encode.remote("well", 0.0)]
+    pool.generate(prompts, 3, lambda *_: None)
+    assert pool.replacements == 0
+    assert pool.encoder_wait_s > 5
+
+
+def test_an_encoder_that_fails_costs_no_worker(pools: Pools) -> None:
+    @ray.remote(num_cpus=0, max_retries=0)
+    def encode() -> str:
+        raise ZeroDivisionError("no tokens")
+
+    pool = pools("rollout.workers=2")
+    with pytest.raises(SupplyError, match=r"prompt encoder.*ZeroDivisionError: no tokens"):
+        pool.generate([encode.remote()], 3, lambda *_: None)
+    assert pool.replacements == 0
+
+
+def test_an_encoder_that_hangs_is_named_and_costs_no_worker(pools: Pools) -> None:
+    @ray.remote(num_cpus=0)
+    def encode() -> str:
+        time.sleep(3600)
+        return ""
+
+    pool = pools("rollout.workers=2")
+    pool.wait_until_ready()
+    hangs = encode.remote()
+    with pytest.raises(SupplyError, match=r"1 of 2 prompts have no embeddings.*prompt encoder"):
+        pool.generate([ray.put("well"), hangs], 3, lambda *_: None)
+    ray.cancel(hangs, force=True)
+    assert pool.replacements == 0
+
+
+def test_a_newcomer_gets_weights_while_the_learner_is_busy(pools: Pools, told: list[str]) -> None:
+    pool = pools("rollout.workers=2", "cluster.start_timeout_s=20")
+    pool.wait_until_ready()
+    pool.sync(send)
+
+    def busy(_receivers: Sequence[Peer]) -> WeightReceipt:
+        time.sleep(3600)
+        raise AssertionError
+
+    pool._crew._sync = busy
+    assert generate(pool, "die", "well") == expected(2)
+    deadline_s = time.monotonic() + 60
+    while len(pool.workers) < 2:
+        generate(pool, "slow")
+        assert time.monotonic() < deadline_s
+    assert pool.replacements == 1
+    assert "proved weights 5" in " ".join(told)
 
 
 def test_a_group_that_fails_everywhere_stops_the_run_with_the_log(
@@ -112,7 +185,7 @@ def test_the_others_do_not_wait_for_a_dead_worker(pools: Pools) -> None:
         nonlocal hired
         hired += 1
         # There is never room for a replacement.
-        return ray.remote(StubWorker).options(num_cpus=0.25 if hired <= 2 else 1000).remote()
+        return actor_class(StubWorker).options(num_cpus=0.25 if hired <= 2 else 1000).remote()
 
     pool = pools("rollout.workers=2", hire=hire)
     pool.wait_until_ready()
@@ -126,7 +199,8 @@ def test_the_others_do_not_wait_for_a_dead_worker(pools: Pools) -> None:
 
 def send(receivers: Sequence[Peer], version: int = 5) -> WeightReceipt:
     answers = ray.get([peer.handle.receive_weights.remote(version) for peer in receivers])
-    wrong = [peer for peer, answer in zip(receivers, answers, strict=True) if answer != version]
+    held = zip(receivers, answers, strict=True)
+    wrong = [peer for peer, answer in held if answer.version != version]
     if wrong:
         raise WeightSyncError("another checksum", wrong)
     return WeightReceipt(version, 1, 1, "")
@@ -167,7 +241,7 @@ def test_a_sync_that_nobody_can_be_blamed_for_stops_the_run(pools: Pools) -> Non
 
 def test_workers_that_find_no_place_are_named_with_what_is_free(pools: Pools) -> None:
     def nowhere(_avoided: Sequence[str]) -> Any:
-        return ray.remote(StubWorker).options(num_cpus=1000).remote()
+        return actor_class(StubWorker).options(num_cpus=1000).remote()
 
     pool = pools("rollout.workers=2", "cluster.start_timeout_s=2", hire=nowhere)
     with pytest.raises(RolloutStartError) as caught:
@@ -194,7 +268,7 @@ def test_a_node_where_workers_keep_failing_is_avoided_unless_it_is_the_last(pool
 
     def hire(avoided: Sequence[str]) -> Any:
         asked.append(list(avoided))
-        return ray.remote(StubWorker).options(num_cpus=0.25).remote()
+        return actor_class(StubWorker).options(num_cpus=0.25).remote()
 
     pool = pools("rollout.workers=1", hire=hire)
     pool.wait_until_ready()

@@ -18,7 +18,13 @@ def test_idle_is_the_part_of_all_replicas_time_that_none_of_them_worked(
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     monkeypatch.setattr(activity_module, "living_nodes", lambda: ["head", "another"])
     pool: Any = SimpleNamespace(
-        workers=[1], busy_s=0.0, replacements=0, repeats=0, replica_busy_s=Counter({"a": 5.0})
+        workers=[1],
+        busy_s=0.0,
+        replacements=0,
+        repeats=0,
+        replica_busy_s=Counter({"a": 5.0}),
+        encoder_wait_s=0.0,
+        store_wait_s=0.0,
     )
     learner: Any = SimpleNamespace(busy_s=0.0, rebuilds=0, written_s=0.0)
     running = 2

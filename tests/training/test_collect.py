@@ -38,9 +38,9 @@ def summary(
 def test_cost_and_failures_of_a_reward_come_from_every_request() -> None:
     values = rollout_metrics(
         [
-            summary({"hps": {"latency_s": 1.0, "batch_fill": 0.5, "failures": 1}}),
+            summary({"hps": {"latency_s": 1.0, "batch_fill": 0.5, "failures": 1, "wait_s": 2.5}}),
             summary(
-                {"hps": {"latency_s": 3.0, "batch_fill": 1.0, "failures": 0}},
+                {"hps": {"latency_s": 3.0, "batch_fill": 1.0, "failures": 0, "wait_s": 0.5}},
                 {"hps": {"failures": 3}},
             ),
         ],
@@ -49,6 +49,7 @@ def test_cost_and_failures_of_a_reward_come_from_every_request() -> None:
     assert values["reward/hps/latency_s"] == 2.0
     assert values["reward/hps/batch_fill"] == 0.75
     assert values["reward/hps/failures"] == 4
+    assert values["reward/hps/wait_s"] == 3.0
     assert all(known_name(name) for name in values)
 
 

@@ -66,6 +66,8 @@ class FakePool:
     busy_s: float = 0.0
     replacements: int = 0
     repeats: int = 0
+    encoder_wait_s: float = 0.0
+    store_wait_s: float = 0.0
     replica_busy_s: Counter[str] = field(default_factory=Counter)
     may_end: threading.Event = field(default_factory=threading.Event)
     """Set: an evaluation ends at once."""

@@ -53,6 +53,8 @@ class FakeRoles:
     replica_busy_s: Counter[str] = field(default_factory=Counter)
     replacements: int = 0
     repeats: int = 0
+    encoder_wait_s: float = 0.0
+    store_wait_s: float = 0.0
     workers: tuple[()] = ()
     evaluation_pool: None = None
 

@@ -29,7 +29,7 @@ from g2rpo_ray.prompts.selection import Selection
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.rewards.server import reward_servers
-from g2rpo_ray.rollout.crew import hire_actor
+from g2rpo_ray.rollout.actor import hire_actor
 from g2rpo_ray.training import embed as embed_module
 from g2rpo_ray.training import roles as training_roles
 from tests.tiny import CAPTIONS, Redness, tiny_config
