@@ -162,6 +162,8 @@ def left_behind(nodes: Nodes, address: str) -> dict[str, list[str]]:
         applications = list(serve.status().applications)
     finally:
         ray.shutdown()
+        # Else Serve would ask this cluster's controller on the next one.
+        serve.context._set_global_client(None)
     return {
         "actors": actors,
         "placement_groups": groups,

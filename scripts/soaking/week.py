@@ -61,7 +61,9 @@ class Plan:
         """Iteration -> the judge's mood from then on, and for how many seconds."""
         if not self.disturbed:
             return {}
-        starts = range(MOOD_EVERY // 2, self.iterations - 3, MOOD_EVERY)
+        # Each of them also in a short run.
+        every = max(1, min(MOOD_EVERY, self.iterations // (2 * len(MOODS))))
+        starts = range(every // 2, self.iterations - 3, every)
         found = {at: list(MOODS.items())[place % len(MOODS)] for place, at in enumerate(starts)}
         downs = [at for at, (mood, _) in found.items() if mood == "down"]
         for at in downs[2 :: max(1, len(downs) // LONG_DOWNS)]:
@@ -254,8 +256,12 @@ def seconds_of(ledger: Ledger) -> float:
 
 
 def grew(name: str, early: float, late: float) -> bool:
-    """Whether what should be flat is not. The disk holds a line of numbers for each iteration."""
-    if name.endswith(("disk", "ray_logs")):
+    """Whether what should be flat is not.
+
+    The disk holds a line of numbers for each iteration, and Ray a log of each worker that there
+    was; all memory together depends on who is there.
+    """
+    if name in ("disk", "ray_logs", "pss"):
         return False
     if name.endswith(("files", "threads", "objects")):
         return late - early > MOST_NEW_FILES
