@@ -1,5 +1,6 @@
 """Memory, open files, object store and disk of a run, role by role, sampled while it goes on."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -74,9 +75,10 @@ def sample(nodes: Nodes, driver: Driver) -> dict[str, Any]:
 def size_of(folder: Path) -> int:
     """Bytes of a folder's files; files may go meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += Path(place, name).stat().st_size
     return total
 
 

@@ -84,7 +84,7 @@ class Endpoint:
             try:
                 return self._try(payload, deadline_s)
             except _PassingError as error:
-                # Not 2**attempt: with a thousand tries that is no float any more.
+                # Bounded: one that was down for minutes is asked soon after it is back.
                 cause, pause_s = str(error), max(error.pause_s, growing_s)
                 growing_s = min(2 * growing_s, LONGEST_PAUSE_S)
             if attempt == self._options.tries or time.monotonic() + pause_s > deadline_s:
