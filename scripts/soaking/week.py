@@ -258,10 +258,10 @@ def seconds_of(ledger: Ledger) -> float:
 def grew(name: str, early: float, late: float) -> bool:
     """Whether what should be flat is not.
 
-    The disk holds a line of numbers for each iteration, and Ray a log of each worker that there
-    was; all memory together depends on who is there.
+    The disk holds a line of numbers for each iteration, Ray a log of each worker that there was, and
+    its GCS the last 100,000 tasks and ended actors; all memory together depends on who is there.
     """
-    if name in ("disk", "ray_logs", "pss"):
+    if name in ("disk", "ray_logs", "pss", "gcs pss", "gcs rss"):
         return False
     if name.endswith(("files", "threads", "objects")):
         return late - early > MOST_NEW_FILES

@@ -1,7 +1,7 @@
 """scripts/soaking/faults.py: what counts against a run. Whole soaks are in tests/chaos."""
 
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -82,4 +82,4 @@ def test_what_leaves_late_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         cluster, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
     )
-    assert cluster.left_at_last(None, "") == {"actors": []}
+    assert cluster.left_at_last(cast(cluster.Nodes, None), "") == {"actors": []}
