@@ -258,7 +258,7 @@ def seconds_of(ledger: Ledger) -> float:
 def grew(name: str, early: float, late: float) -> bool:
     """Whether what should be flat is not.
 
-    The disk holds a line of numbers for each iteration, Ray a log of each worker that there was, and
+    The disk holds a line of numbers for each iteration, Ray a log of each worker, and
     its GCS the last 100,000 tasks and ended actors; all memory together depends on who is there.
     """
     if name in ("disk", "ray_logs", "pss", "gcs pss", "gcs rss"):
