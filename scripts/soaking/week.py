@@ -41,6 +41,8 @@ LONG_DOWN_S, LONG_DOWNS = 150.0, 2
 """So often in a whole run it is down for minutes."""
 MOOD_EVERY, KILL_EVERY, NODE_EVERY = 20, 8, 100
 """Iterations between two moods, two workers killed, two times that their node goes."""
+NODE_FIRST = 45
+"""Between two moods: while there is no worker, nobody asks the judge."""
 SAMPLE_EVERY, POLL_S = 5, 0.25
 SETTLED = 100
 """From this iteration on (a third of a shorter run) nothing may grow."""
@@ -75,7 +77,7 @@ class Plan:
         if not self.disturbed:
             return {}
         found = dict.fromkeys(range(KILL_EVERY, self.iterations - 3, KILL_EVERY), "worker")
-        return found | dict.fromkeys(range(30, self.iterations - 3, NODE_EVERY), "node")
+        return found | dict.fromkeys(range(NODE_FIRST, self.iterations - 3, NODE_EVERY), "node")
 
 
 def week_config(folder: Path, name: str, address: str, judge: Judge, iterations: int) -> Config:

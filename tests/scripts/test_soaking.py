@@ -74,6 +74,9 @@ def test_a_plan_has_every_mood_and_both_losses() -> None:
         plan = Plan(iterations, disturbed=True)
         assert {mood for mood, _ in plan.moods().values()} == set(MOODS)
         assert set(plan.losses().values()) == {"worker", "node"}
+    # While there is no worker, nobody meets the judge's mood.
+    nodes = {at for at, lost in plan.losses().items() if lost == "node"}
+    assert not any(at <= node <= at + 10 for at in plan.moods() for node in nodes)
     assert sum(seconds > 100 for _, seconds in plan.moods().values()) == 2
     assert not Plan(60, disturbed=False).moods() | Plan(60, disturbed=False).losses()
 
