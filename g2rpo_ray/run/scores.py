@@ -17,15 +17,15 @@ from g2rpo_ray.tracking.metrics import read_metrics
 
 def evaluated_iterations(config: Config) -> set[int]:
     """Iterations whose evaluation is recorded."""
-    records = read_metrics(run_folder(config))
-    return {record["iteration"] for record in records if record["kind"] == "evaluation"}
+    return {record["iteration"] for record in read_metrics(run_folder(config), "evaluation")}
 
 
 def heldout_means(config: Config) -> dict[int, float]:
     """Held-out mean of ``checkpoint.best`` by evaluated iteration, in their order; those without a
     number are left out."""
     name = f"heldout/{config.checkpoint.best}"
-    means = {r["iteration"]: r[name] for r in read_metrics(run_folder(config)) if name in r}
+    records = read_metrics(run_folder(config), "evaluation")
+    means = {r["iteration"]: r[name] for r in records if name in r}
     return {n: means[n] for n in sorted(means) if means[n] is not None}
 
 

@@ -105,10 +105,10 @@ class MetricsLog:
             sink.pictures(iteration, pictures)
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Records of a run in the order they were made; empty when there are none yet.
+def read_metrics(run_dir: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Records of a run, or those of a kind, in the order they were made; empty when there are none.
 
     Each has ``iteration``, ``kind`` (``train`` or ``evaluation``) and numbers by metric name;
     None stands for NaN or infinity.
     """
-    return read_lines(run_dir / "metrics.jsonl")
+    return read_lines(run_dir / "metrics.jsonl", kind)

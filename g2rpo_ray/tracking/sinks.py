@@ -140,24 +140,31 @@ class WeightsAndBiases(Sink):
         self._run.finish()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every record of a ``metrics.jsonl``, none while there is no such file.
+def read_lines(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Every record of a ``metrics.jsonl``, or those of a kind; none while there is no such file.
 
-    A last line that a crash cut short is left out.
+    A last line that a crash cut short is left out. In memory is what is asked for: a long run looks
+    for its evaluations again and again.
 
     Raises:
         TrackingError: a line before the last is not a record.
     """
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(_parse_record(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise TrackingError(
-                    f"{path}, line {number}: not a metrics record: {error}"
-                ) from error
+    records: list[dict[str, Any]] = []
+    broken: TrackingError | None = None
+    if not path.exists():
+        return records
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if broken is not None:
+                raise broken
+            try:
+                record = _parse_record(line)
+            except ValueError as error:
+                broken = TrackingError(f"{path}, line {number}: not a metrics record: {error}")
+                broken.__cause__ = error
+                continue
+            if kind in (None, record["kind"]):
+                records.append(record)
     return records
 
 

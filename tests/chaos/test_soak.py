@@ -1,9 +1,10 @@
-"""A short soak: four faults and a SIGTERM, and the same weights as a run that nobody disturbed."""
+"""Short soaks: a run that is disturbed ends with the weights of one that is not."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,26 +12,31 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 900.0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 90)
-def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
-    report = tmp_path / "soak.json"
-    soak = subprocess.Popen(
-        [sys.executable, "scripts/soak.py", "--faults", "4", "--json", str(report),
-         "--folder", str(tmp_path / "runs"), "--limit-s", "60"],
+def soak(folder: Path, *options: str) -> dict[str, Any]:
+    """What ``scripts/soak.py`` reports; it must have found the run good."""
+    report = folder / "soak.json"
+    process = subprocess.Popen(
+        [sys.executable, "scripts/soak.py", "--json", str(report),
+         "--folder", str(folder / "runs"), *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )  # fmt: skip
     try:
-        printed, _ = soak.communicate(timeout=LIMIT_S)
+        printed, _ = process.communicate(timeout=LIMIT_S)
     finally:
         # Not SIGKILL: it ends the cluster and the driver that it has started.
-        soak.terminate()
-        soak.wait(60)
-    assert soak.returncode == 0, printed
-    result = json.loads(report.read_text())
+        process.terminate()
+        process.wait(60)
+    assert process.returncode == 0, printed
+    return json.loads(report.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 90)
+def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
+    result = soak(tmp_path, "--faults", "4", "--limit-s", "60")
     assert result["faults"] >= 2, "too few faults in the time"
     assert result["driver_deaths"] == 0, result["driver_deaths_after"]
     assert result["checksum_equal"]
@@ -38,3 +44,23 @@ def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_pa
     assert result["evaluations_equal"], "a network evaluation was counted twice, or not at all"
     assert result["sigterm"]["exit_code"] == 85
     assert not any(result["leaks"].values()), result["leaks"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT_S + 90)
+def test_a_week_of_sixty_iterations(tmp_path: Path) -> None:
+    """Under a judge of all moods, with workers that come and go, and one step off likewise."""
+    result = soak(tmp_path, "--week", "60", "--limit-s", "300")
+    assert result["checksum_equal"]
+    assert result["evaluations_equal"]
+    runs = result["runs"]
+    assert set(runs) == {"quiet", "disturbed", "one_step_off"}
+    for name, run in runs.items():
+        assert run["whole"], name
+        assert (run["iterations"], run["groups"]) == (60, 120)
+        assert (run["iterations_twice_or_lost"], run["driver_deaths"]) == (0, 0), name
+        assert not run["leaks"] | dict.fromkeys(run["grew"]), name
+    for name in ("disturbed", "one_step_off"):
+        assert set(runs[name]["moods"]) == {"slow", "limiting", "wrong", "silent", "down"}
+        assert set(runs[name]["losses"]) == {"worker", "node"}
+    assert runs["one_step_off"]["most_staleness"] == 1

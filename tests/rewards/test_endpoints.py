@@ -107,6 +107,25 @@ def test_http_garbage_is_refused_at_once(server: FakeEndpoint, body: Any, cause:
 # What any endpoint may do
 
 
+@pytest.mark.parametrize("score", [-1.5, 3, 1e300])
+def test_http_scores_out_of_range_are_refused(server: FakeEndpoint, score: float) -> None:
+    server.answers = [Answer({"scores": [0.0, score, 1.0]})]
+    assert "allowed -1 to 1" in error_of(http_scorer(server.url, minimum=-1, maximum=1))
+
+
+def test_pauses_grow_to_a_longest_one(
+    server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An endpoint that was down for minutes is asked soon after it is back."""
+    pauses: list[float] = []
+    monkeypatch.setattr(endpoint_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 0.5)
+    server.answers = [*[Answer("busy", 503)] * 9, Answer(SCORES)]
+    scorer = http_scorer(server.url, tries=10, timeout_s=60)
+    assert scorer.score(PICTURES, PROMPTS).tolist() == SCORES["scores"]
+    assert [pause for pause in pauses if pause] == [0.5, 1, 2, 4, 8, 8, 8, 8, 8]
+
+
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_a_failure_that_passes_is_tried_again(server: FakeEndpoint, status: int) -> None:
     server.answers = [Answer("busy", status), Answer("busy", status), Answer(SCORES)]

@@ -1,11 +1,11 @@
-"""scripts/soak.py: what counts against a run. Whole soaks are in tests/chaos."""
+"""scripts/soaking/faults.py: what counts against a run. Whole soaks are in tests/chaos."""
 
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from tests.scripts.loading import load_script
+from soaking import cluster, faults
 
 
 class FakeDriver:
@@ -31,9 +31,8 @@ class FakeDriver:
 
 @pytest.fixture
 def soak(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = load_script("soak")
-    monkeypatch.setattr(module, "wait_for", lambda condition, *_: wait_for(condition))
-    return module
+    monkeypatch.setattr(faults, "wait_for", lambda condition, *_: wait_for(condition))
+    return faults
 
 
 def wait_for(condition: Any) -> None:
@@ -77,8 +76,10 @@ def test_a_driver_that_ends_by_itself_is_counted(
     assert disturbed(soak, kinds, driver).driver_deaths == [cause]
 
 
-def test_what_leaves_late_has_left(soak: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_leaves_late_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     found = iter([{"actors": ["late"]}, {"actors": []}])
-    monkeypatch.setattr(soak, "left_behind", lambda *_: next(found))
-    monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None))
-    assert soak.left_at_last(None, "") == {"actors": []}
+    monkeypatch.setattr(cluster, "left_behind", lambda *_: next(found))
+    monkeypatch.setattr(
+        cluster, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: None)
+    )
+    assert cluster.left_at_last(cast(cluster.Nodes, None), "") == {"actors": []}

@@ -4,17 +4,21 @@ import json
 import math
 import re
 import sys
+import tracemalloc
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from g2rpo_ray.common.files import DiskError
+from g2rpo_ray.config import Config
 from g2rpo_ray.config.operation import TrackingSection
+from g2rpo_ray.run.scores import evaluated_iterations
 from g2rpo_ray.tracking.metrics import MetricsLog, read_metrics
 from g2rpo_ray.tracking.names import METRICS, TrackingError, known_name
 from g2rpo_ray.tracking.sinks import JsonLines
@@ -54,6 +58,26 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path, torn: str) -> None:
     assert [record["iteration"] for record in read_metrics(tmp_path)] == [1, 2]
     record_iterations(tmp_path, range(3, 4), resume=3)
     assert [record["iteration"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_looking_for_evaluations_costs_no_more_memory_in_a_longer_run(tmp_path: Path) -> None:
+    """A run looks for them at each one: after a week its driver must not be larger for it."""
+    config = cast(Config, SimpleNamespace(run_dir=str(tmp_path)))
+
+    def peak_bytes(iterations: int) -> int:
+        train = json.dumps(
+            {"iteration": 1, "kind": "train"} | {f"time/{n}_s": n for n in range(50)}
+        )
+        evaluation = json.dumps({"iteration": 1, "kind": "evaluation", "heldout/clip": 0.5})
+        (tmp_path / "metrics.jsonl").write_text(f"{train}\n" * iterations + f"{evaluation}\n")
+        tracemalloc.start()
+        try:
+            assert evaluated_iterations(config) == {1}
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_bytes(1000) < 1.2 * peak_bytes(100)
 
 
 @pytest.mark.parametrize("broken", ["nonsense", "[1]", '{"iteration": 2}', '{"kind": "train"}'])

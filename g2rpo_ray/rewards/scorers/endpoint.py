@@ -16,7 +16,7 @@ from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import ScorerError
 
 MAX_ANSWER_BYTES = 16 * 2**20
-FIRST_PAUSE_S, SHORTEST_TIMEOUT_S = 0.5, 0.001
+FIRST_PAUSE_S, LONGEST_PAUSE_S, SHORTEST_TIMEOUT_S = 0.5, 8.0, 0.001
 PASSING_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 """Answers after which another try may help."""
 
@@ -29,7 +29,8 @@ class EndpointOptions(Section):
     timeout_s: float = Field(60.0, gt=0)
     """A call with all its tries takes at most this."""
     tries: int = Field(4, ge=1)
-    """Tries of a call, with growing pauses between; only after failures that may pass."""
+    """Tries of a call, with pauses between that grow to 8 s; only after failures that may pass. To
+    outlast an endpoint that is down for minutes give many, and a ``timeout_s`` that is longer."""
     concurrency: int = Field(8, ge=1)
     """Calls under way at once, for each replica."""
     api_key_env: str | None = None
@@ -78,12 +79,14 @@ class Endpoint:
         Raises:
             ScorerError: no usable answer within tries and time-out, with the last cause.
         """
-        deadline_s = time.monotonic() + self._options.timeout_s
+        deadline_s, growing_s = time.monotonic() + self._options.timeout_s, FIRST_PAUSE_S
         for attempt in range(1, self._options.tries + 1):
             try:
                 return self._try(payload, deadline_s)
             except _PassingError as error:
-                cause, pause_s = str(error), max(error.pause_s, FIRST_PAUSE_S * 2 ** (attempt - 1))
+                # Bounded: one that was down for minutes is asked soon after it is back.
+                cause, pause_s = str(error), max(error.pause_s, growing_s)
+                growing_s = min(2 * growing_s, LONGEST_PAUSE_S)
             if attempt == self._options.tries or time.monotonic() + pause_s > deadline_s:
                 break
             time.sleep(pause_s)

@@ -1,9 +1,11 @@
 """A user's own scorer behind HTTP; docs/rewards.md describes the protocol."""
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from g2rpo_ray.rewards.scorer import RewardScorer
@@ -21,11 +23,24 @@ class HttpScorer(RewardScorer):
 
         reads_prompts: bool = True
         """Whether its scores depend on the prompt; false for one that judges pictures alone."""
+        minimum: float | None = None
+        """Smallest number that is an answer; none: any."""
+        maximum: float | None = None
+        """Largest number that is an answer; none: any."""
+
+        @model_validator(mode="after")
+        def _check(self) -> Self:
+            low, high = self.minimum, self.maximum
+            if low is not None and high is not None and low >= high:
+                raise ValueError(f"minimum {low:g} is not below maximum {high:g}")
+            return self
 
     kind = "http"
 
     def __init__(self, options: Options, device: str) -> None:  # noqa: ARG002
         self._endpoint = Endpoint(options, options.url)
+        self._minimum = -math.inf if options.minimum is None else options.minimum
+        self._maximum = math.inf if options.maximum is None else options.maximum
         self.reads_prompts = options.reads_prompts
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -50,4 +65,8 @@ class HttpScorer(RewardScorer):
                 isinstance(score, bool) or not isinstance(score, int | float)
             ):
                 raise self._endpoint.error(f"score {place} is {score!r:.60}; expected a number")
+            if score is not None and (score < self._minimum or score > self._maximum):
+                raise self._endpoint.error(
+                    f"score {place} is {score:g}; allowed {self._minimum:g} to {self._maximum:g}"
+                )
         return [float("nan") if score is None else float(score) for score in scores]
