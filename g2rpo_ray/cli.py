@@ -11,6 +11,7 @@ from g2rpo_ray import __version__
 from g2rpo_ray.commands import doctor, download, embed, evaluate, export, plan, sample, train
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.files import disk_fault
+from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.common.stop import StopRequested
 
 COMMANDS = (train, sample, export, evaluate, download, embed, plan, doctor)
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(error, InputError | RunError) and disk_fault(error) is None:
             raise
         # The text of an error from a Ray task has the remote traceback; its cause is what helps.
-        print(f"g2rpo: {getattr(error, 'cause', error)}", file=sys.stderr)
+        print(redacted(f"g2rpo: {getattr(error, 'cause', error)}"), file=sys.stderr)
         return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_FAILED
 
 

@@ -18,6 +18,7 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.files import check_room, flush, writing
 from g2rpo_ray.common.formatting import format_score
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.secrets import publishable
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_weights
 from g2rpo_ray.models.catalogue import CATALOGUE
@@ -213,7 +214,7 @@ def model_card(
     """
     scores = heldout_before_after(run_folder(config), info.iteration) if own else {}
     rewards = [f"{n} (weight {r.weight:g})" for n, r in config.trained_rewards.items()]
-    recipe = config.model_dump(mode="json", exclude_defaults=True)
+    recipe = publishable(config.model_dump(mode="json", exclude_defaults=True))
     family = open_family(resolve_path(config.model.path))
     sampling = config.sampling
     arguments = family.pipeline_arguments(sampling.guidance, sampling.negative_prompt)
