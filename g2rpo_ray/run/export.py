@@ -36,7 +36,7 @@ from g2rpo_ray.models.saving import (
 from g2rpo_ray.models.weights import load_weights, trainable_parameters
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.run.scores import heldout_before_after
-from g2rpo_ray.run.weights import checkpoint_named, read_fitting_info
+from g2rpo_ray.run.weights import read_fitting_info, while_it_is_there
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +94,15 @@ def export(
     target = folder.expanduser().absolute()
     if target.exists():
         raise ExportError(f"{target} is there already; name another folder")
-    source = checkpoint_named(config, checkpoint)
-    info = read_fitting_info(source, config.model)
     if form != "adapter":
         check_room(target, _transformer_bytes(config, rounding), "the transformer")
+
+    def read(path: Path) -> tuple[CheckpointInfo, dict[str, Tensor]]:
+        return read_fitting_info(path, config.model), read_weights(path, average)
+
+    # At once, and of one moment: a running run deletes old checkpoints.
+    source, (info, weights) = while_it_is_there(config, checkpoint, read)
     with _written_whole(target) as temporary:
-        weights = read_weights(source, average)
         if form == "adapter":
             arrived = _write_adapter(config, weights, rounding, temporary)
         else:

@@ -213,6 +213,29 @@ def weights_checksum(folder: Path) -> str:
     return hashlib.sha256("".join(files[name] for name in sorted(files)).encode()).hexdigest()
 
 
+def pin_weights(folder: Path, target: Path) -> None:
+    """Keep a checkpoint's weights at ``target``, whatever becomes of ``folder``; whole or not.
+
+    By hard links, which cost no room, or copies where the file system has none.
+
+    Raises:
+        CheckpointError: the checkpoint is not there, or goes meanwhile.
+        DiskError: the disk is full or read-only.
+    """
+    names = ["state.json", *_weights_files(_read_description(folder)[1])]
+    temporary = target.with_name(f".{target.name}.pinning")
+    with writing(target, CheckpointError):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name in names:
+            try:
+                (temporary / name).hardlink_to(folder / name)
+            except OSError:
+                shutil.copyfile(folder / name, temporary / name)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+
+
 def read_info(folder: Path) -> CheckpointInfo:
     """The description of a checkpoint, without its tensors."""
     return _read_description(folder)[0]
