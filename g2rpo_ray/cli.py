@@ -54,11 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         # Any file of a command may be the one that meets a full or read-only disk.
-        if not isinstance(error, InputError | RunError) and disk_fault(error) is None:
+        is_disk = disk_fault(error) is not None
+        if not isinstance(error, InputError | RunError) and not is_disk:
             raise
         # The text of an error from a Ray task has the remote traceback; its cause is what helps.
         print(redacted(f"g2rpo: {getattr(error, 'cause', error)}"), file=sys.stderr)
-        return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_FAILED
+        return EXIT_BAD_INPUT if isinstance(error, InputError) and not is_disk else EXIT_FAILED
 
 
 def _in_a_thread(failed: threading.ExceptHookArgs) -> None:
