@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+import yaml
 from aiohttp import ClientError
 from ray.exceptions import RayError
 from ray.job_submission import JobStatus, JobSubmissionClient
@@ -25,7 +26,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 ROOT = Path(__file__).resolve().parents[1]
 # It runs where this package is not installed, too.
 sys.path.insert(0, str(ROOT))
-from g2rpo_ray.common.secrets import looks_secret  # noqa: E402
+from g2rpo_ray.common.secrets import REMEDY, looks_secret, secrets_in  # noqa: E402
 
 LEFT_HERE = [
     ".git", ".venv", ".*_cache", "__pycache__", "runs", "docs", "tests",
@@ -121,6 +122,14 @@ def _check(options: argparse.Namespace) -> None:
                 "storage; a relative one would vanish with the job's copy of the code"
             )
         )
+    for key, _, value in (override.partition("=") for override in options.overrides):
+        # Ray's dashboard shows the whole command.
+        try:
+            setting = yaml.safe_load(value)
+        except yaml.YAMLError:
+            setting = value
+        for found in secrets_in({key: setting}):
+            sys.exit(_refuse(f"{found}. {REMEDY}"))
     for name in options.env:
         if looks_secret(name):
             sys.exit(_refuse(f"--env {name} looks like a secret; Ray's dashboard would show it. "

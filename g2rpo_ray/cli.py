@@ -11,6 +11,7 @@ from g2rpo_ray import __version__
 from g2rpo_ray.commands import doctor, download, embed, evaluate, export, plan, sample, train
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.files import disk_fault
+from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.common.stop import StopRequested
 
 COMMANDS = (train, sample, export, evaluate, download, embed, plan, doctor)
@@ -53,11 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except Exception as error:
         # Any file of a command may be the one that meets a full or read-only disk.
-        if not isinstance(error, InputError | RunError) and disk_fault(error) is None:
+        is_disk = disk_fault(error) is not None
+        if not isinstance(error, InputError | RunError) and not is_disk:
             raise
         # The text of an error from a Ray task has the remote traceback; its cause is what helps.
-        print(f"g2rpo: {getattr(error, 'cause', error)}", file=sys.stderr)
-        return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_FAILED
+        print(redacted(f"g2rpo: {getattr(error, 'cause', error)}"), file=sys.stderr)
+        return EXIT_BAD_INPUT if isinstance(error, InputError) and not is_disk else EXIT_FAILED
 
 
 def _in_a_thread(failed: threading.ExceptHookArgs) -> None:

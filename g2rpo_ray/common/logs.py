@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from g2rpo_ray.common.files import disk_fault
+from g2rpo_ray.common.secrets import redacted
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +115,12 @@ class JsonFormatter(logging.Formatter):
         line: dict[str, Any] = {
             "asctime": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(record.created)),
             "levelname": record.levelname,
-            "message": record.getMessage(),
+            "message": redacted(record.getMessage()),
             "filename": record.filename,
             "lineno": record.lineno,
             "process": record.process,
         }
         line |= {k: v for k, v in record.__dict__.items() if k not in _STANDARD}
         if record.exc_info:
-            line["exc_text"] = self.formatException(record.exc_info)
+            line["exc_text"] = redacted(self.formatException(record.exc_info))
         return json.dumps(line, default=str, ensure_ascii=False)

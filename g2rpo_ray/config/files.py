@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.secrets import redacted, secrets_in
 from g2rpo_ray.common.section import ConfigError, problems
 from g2rpo_ray.config.run import Config
 
@@ -32,7 +33,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected settings as 'key: value' lines, found {tree!r:.60}")
+        raise ConfigError(
+            f"{path}: expected settings as 'key: value' lines, found {redacted(repr(tree)):.60}"
+        )
     for override in overrides:
         _apply_override(tree, override)
     return config_from_dict(tree, source=str(path))
@@ -82,14 +85,18 @@ def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _YamlLoader)
     except (yaml.YAMLError, ValueError) as error:
-        # A ValueError: what looks like a date, and is none.
+        # A ValueError: what looks like a date, and is none. Without the line: it may be a secret.
+        for mark in (getattr(error, "context_mark", None), getattr(error, "problem_mark", None)):
+            if mark is not None:
+                mark.buffer = None
         raise ConfigError(f"{source}: not valid YAML: {error}") from error
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
+    shown = repr(redacted(f"{key}=***" if any(secrets_in({key: text})) else override))
     if not separator or not key:
-        raise ConfigError(f"override {override!r}: expected key.sub=value")
+        raise ConfigError(f"override {shown}: expected key.sub=value")
     *parents, leaf = key.split(".")
     section = tree
     for parent in parents:
@@ -97,13 +104,13 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if value is None:
             value = section[parent] = {}
         if not isinstance(value, dict):
-            raise ConfigError(f"override {override!r}: {parent} is {value!r}, not a section")
+            raise ConfigError(f"override {shown}: {parent} is no section, but a single value")
         section = value
-    section[leaf] = _parse_yaml(text, f"override {override!r}")
+    section[leaf] = _parse_yaml(text, f"override {shown}")
     node = yaml.compose(text, _YamlLoader)
     if text[node.end_mark.index if node else 0 :].strip():
         # Else a run in '/runs/try #2' would silently be one in '/runs/try'.
         raise ConfigError(
-            f"override {override!r}: ' #' begins a comment in YAML, what follows would be lost; "
+            f"override {shown}: ' #' begins a comment in YAML, what follows would be lost; "
             f"quote the value: {key}='\"...\"'"
         )

@@ -1,10 +1,11 @@
 """One run: all sections, and the rules between them."""
 
 import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from g2rpo_ray.common.secrets import REMEDY, secrets_in
 from g2rpo_ray.common.section import LARGEST_SHARED, Section
 from g2rpo_ray.config.learner import AdvantageSection, LearnerSection, WeightSyncSection
 from g2rpo_ray.config.model import ModelSection, PromptsSection
@@ -67,6 +68,14 @@ class Config(Section):
     def trained_rewards(self) -> dict[str, RewardSection]:
         """The rewards whose advantages are trained on, in a fixed order."""
         return {n: r for n, r in sorted(self.rewards.items()) if r.weight > 0}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_secrets(cls, tree: Any) -> Any:
+        # First of all: what is wrong otherwise would be shown with its value.
+        if found := list(secrets_in(tree)):
+            raise ValueError(f"{'; '.join(found)}. {REMEDY}")
+        return tree
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,6 +1,7 @@
 """Any number of weights, step counts and rewards on the same prompts."""
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from g2rpo_ray.common.device import describe_device
@@ -9,8 +10,8 @@ from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.draw import Drawing
 from g2rpo_ray.evaluation.gallery import write_gallery
-from g2rpo_ray.evaluation.records import Records
-from g2rpo_ray.evaluation.rows import Row, make_rows, parse_weights
+from g2rpo_ray.evaluation.records import Records, check_folder
+from g2rpo_ray.evaluation.rows import EvaluationError, Row, make_rows, parse_weights
 from g2rpo_ray.evaluation.table import (
     DIVERSITY,
     TableRow,
@@ -20,7 +21,6 @@ from g2rpo_ray.evaluation.table import (
     table_parts,
     write_table_parquet,
 )
-from g2rpo_ray.learner.checkpoints.format import weights_checksum
 from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.loading import check_model
@@ -30,6 +30,9 @@ from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.roles import launch_rollout
 from g2rpo_ray.training.settings import at_deployment_size
+
+PINS = "weights"
+"""Folder, inside the evaluation's, of the weights that it still draws with, by label."""
 
 
 def evaluate(
@@ -54,15 +57,42 @@ def evaluate(
     check_model(config)
     check_rewards(config)
     config = _with_diversity(at_deployment_size(config))
-    rows = make_rows(parse_weights(config, checkpoints), steps, hybrids)
+    check_folder(folder)
     prompts = evenly(
         list(enumerate(read_config_prompts(config, config.prompts.heldout))),
         config.evaluation.prompts,
     )
-    records = Records(folder, _request(config, rows, prompts))
-    if any(not records.has(row.name, number) for row in rows for number, _ in prompts):
+    pins, before = folder / PINS, set((folder / PINS).glob("*"))
+    try:
+        rows = make_rows(parse_weights(config, checkpoints, pins), steps, hybrids)
+        records = Records(folder, _request(config, rows, prompts))
+    except BaseException:
+        _unpin(set(pins.glob("*")) - before)
+        raise
+    if missing := _missing(records, rows, prompts):
+        for row in missing:
+            if row.weights.checkpoint is not None and not row.weights.checkpoint.is_dir():
+                raise EvaluationError(
+                    f"{row.name}: its weights are not there any more (see "
+                    f"{row.weights.checkpoint}.json); give other ones another label, "
+                    "--checkpoint LABEL=..., or another folder, --out"
+                )
         _draw(config, records, rows, prompts)
+    if not _missing(records, rows, prompts):
+        _unpin(path for path in pins.glob("*") if path.is_dir())
     return _write(config, records, rows)
+
+
+def _missing(
+    records: Records, rows: Sequence[Row], prompts: Sequence[tuple[int, str]]
+) -> list[Row]:
+    """Rows that lack a prompt or a score."""
+    return [row for row in rows if any(not records.is_scored(row.name, n) for n, _ in prompts)]
+
+
+def _unpin(pins: Iterable[Path]) -> None:
+    for pin in pins:
+        shutil.rmtree(pin) if pin.is_dir() else pin.unlink()
 
 
 def _draw(
@@ -123,10 +153,7 @@ def _request(
 ) -> dict[str, object]:
     """All that the numbers depend on; a folder that was begun with another one is refused."""
     return {
-        "rows": {
-            row.name: row.weights.checkpoint and weights_checksum(row.weights.checkpoint)
-            for row in rows
-        },
+        "rows": {row.name: row.weights.checksum for row in rows},
         "prompts": {str(number): text for number, text in prompts},
         "pictures_per_prompt": config.evaluation.pictures_per_prompt,
         # Without defaults: a setting that a later version adds does not end what was begun.

@@ -1,7 +1,8 @@
 """What an evaluation has drawn so far: pictures and scores in a folder, so that it can go on.
 
-``<out>/``: ``request.json``, ``scores.jsonl`` (a line a row and prompt), ``pictures/<row>/``, and
-at the end ``scores.parquet``, ``table.parquet``, ``table.md``, ``gallery.html``.
+``<out>/``: ``request.json``, ``weights/`` (until all is drawn), ``scores.jsonl`` (a line a row and
+prompt), ``pictures/<row>/``, and at the end ``scores.parquet``, ``table.parquet``, ``table.md``,
+``gallery.html``.
 """
 
 import json
@@ -20,6 +21,8 @@ from g2rpo_ray.common.files import replace_text, replacing, writing
 from g2rpo_ray.evaluation.rows import EvaluationError, Row
 from g2rpo_ray.evaluation.statistics import Floats
 from g2rpo_ray.rollout.answers import HeldoutPictures
+
+REQUEST = "request.json"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,18 @@ class Record:
             name: None if None in scores else float(np.array(scores, np.float64).mean())
             for name, scores in self.scores.items()
         }
+
+
+def check_folder(folder: Path) -> None:
+    """Before anything is written there.
+
+    Raises:
+        EvaluationError: the folder holds something that is no evaluation.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / REQUEST).exists():
+        raise EvaluationError(
+            f"{folder}: not empty and no evaluation (no {REQUEST}); name another folder with --out"
+        )
 
 
 class Records:
@@ -68,6 +83,11 @@ class Records:
     def has(self, row: str, prompt_id: int) -> bool:
         """Whether it is drawn: with all scores, or since the folder was opened."""
         return (row, prompt_id) in self._by_key
+
+    def is_scored(self, row: str, prompt_id: int) -> bool:
+        """Whether it is drawn, with all scores."""
+        record = self._by_key.get((row, prompt_id))
+        return record is not None and self._is_whole(record)
 
     def of_row(self, row: str) -> dict[int, Record]:
         """Records by prompt id."""
@@ -118,13 +138,8 @@ class Records:
         return scored and all((self.folder / file).is_file() for file in record.files)
 
     def _open(self, request: dict[str, Any]) -> None:
-        path = self.folder / "request.json"
+        path = self.folder / REQUEST
         if not path.exists():
-            if any(self.folder.iterdir()):
-                raise EvaluationError(
-                    f"{self.folder}: not empty and no evaluation (no request.json); name another "
-                    "folder with --out"
-                )
             replace_text(path, json.dumps(request, indent=1, ensure_ascii=False))
             return
         try:
@@ -135,7 +150,9 @@ class Records:
         # Rows may be added later; one of the same name must be the same weights.
         rows = earlier_rows | request["rows"]
         differing = [k for k in request if k != "rows" and earlier.get(k) != request[k]]
-        differing += [row for row, weights in earlier_rows.items() if weights != rows[row]]
+        # None: the base model, in a folder of an earlier version.
+        kept = earlier_rows.items()
+        differing += [row for row, known in kept if known is not None and known != rows[row]]
         if differing:
             raise EvaluationError(
                 f"{self.folder} holds another evaluation, with other {', '.join(differing)}; name "

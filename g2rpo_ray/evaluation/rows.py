@@ -1,5 +1,6 @@
 """What an evaluation compares: one row of the table is weights, steps, and how they are mixed."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -7,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.files import read_json_object, replace_text
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
-from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
-from g2rpo_ray.run.weights import checkpoint_named, read_fitting_info
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, pin_weights, weights_checksum
+from g2rpo_ray.models.fingerprint import base_fingerprint
+from g2rpo_ray.run.weights import read_fitting_info, while_it_is_there
 
 BASE = "base"
 
@@ -29,6 +31,8 @@ class Weights:
     """None is the model folder's own weights."""
     training: str
     """How they came about, in words."""
+    checksum: str = ""
+    """Of the checkpoint's weights, or the base model's fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,12 @@ class Row:
         return round(self.hybrid * self.steps)
 
 
-def parse_weights(config: Config, named: Sequence[str]) -> list[Weights]:
+def parse_weights(config: Config, named: Sequence[str], pins: Path) -> list[Weights]:
     """Weights from ``[LABEL=]last|best|base|PATH``; PATH is a checkpoint, or a run's folder.
+
+    Args:
+        pins: folder where they are kept under their labels: a running run deletes old checkpoints,
+            and the same command goes on with the weights of its first time.
 
     Raises:
         EvaluationError: a label stands twice or is no label.
@@ -74,7 +82,7 @@ def parse_weights(config: Config, named: Sequence[str]) -> list[Weights]:
             raise EvaluationError(
                 f"--checkpoint {text}: the label {label!r} is taken; write --checkpoint LABEL=PATH"
             )
-        found.append(_find(config, label, source))
+        found.append(_find(config, label, source, pins))
     # The base model first: the workers hold it when they start.
     return sorted(found, key=lambda weights: weights.checkpoint is not None)
 
@@ -119,19 +127,47 @@ def _label_of(source: str) -> str:
     return path.name
 
 
-def _find(config: Config, label: str, source: str) -> Weights:
+def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
     if source == BASE:
-        return Weights(label, None, "none")
-    folder = Path(source).expanduser().absolute()
-    if (folder / "checkpoints").is_dir():
-        checkpoints = list_checkpoints(folder)
-        if not checkpoints:
-            raise EvaluationError(f"--checkpoint {source}: the run has no checkpoint yet")
-        folder = checkpoints[-1]
-    else:
-        folder = checkpoint_named(config, source)
-    info = read_fitting_info(folder, config.model)
-    return Weights(label, folder, _training_of(folder, info))
+        return Weights(label, None, "none", base_fingerprint(config.model))
+    pin, record = pins / label, pins / f"{label}.json"
+    if record.is_file():
+        known = read_json_object(record, EvaluationError)
+        if known["source"] == source:
+            path = Path(known["checkpoint"])
+            _keep(path, pin, known["checksum"])
+            print(f"{label}: {path}, as when this evaluation began (another --out: as of now)")
+            return Weights(label, pin, known["training"], known["checksum"])
+        raise EvaluationError(
+            f"--checkpoint {label}={source}: in {pins.parent} the label is of {known['source']}; "
+            "write --checkpoint OTHER_LABEL=..., or name another folder with --out"
+        )
+
+    def keep(path: Path) -> CheckpointInfo:
+        info = read_fitting_info(path, config.model)
+        pin_weights(path, pin)
+        return info
+
+    is_run = (Path(source).expanduser() / "checkpoints").is_dir()
+    run = (
+        config.model_copy(update={"run_dir": str(Path(source).expanduser().absolute())})
+        if is_run
+        else config
+    )
+    folder, info = while_it_is_there(run, "last" if is_run else source, keep)
+    weights = Weights(label, pin, _training_of(folder, info), weights_checksum(pin))
+    known = {"source": source, "checkpoint": str(folder), "iteration": info.iteration,
+             "checksum": weights.checksum, "training": weights.training}  # fmt: skip
+    replace_text(record, json.dumps(known, indent=1, ensure_ascii=False))
+    print(f"{label}: {folder}, kept in {pin} until all is drawn")
+    return weights
+
+
+def _keep(weights: Path, pin: Path, checksum: str) -> None:
+    """Once all is drawn nothing is kept: more rows need the checkpoint itself, if it is there."""
+    is_kept = (pin / "state.json").is_file()
+    if not is_kept and weights.is_dir() and weights_checksum(weights) == checksum:
+        pin_weights(weights, pin)
 
 
 def _training_of(checkpoint: Path, info: CheckpointInfo) -> str:

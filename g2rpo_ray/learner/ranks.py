@@ -17,6 +17,7 @@ from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.cluster.deadlines import LearnedDeadline
 from g2rpo_ray.cluster.postmortem import Place, own_place, report
 from g2rpo_ray.config import Config
+from g2rpo_ray.learner.checkpoints.fence import Fence
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, is_checkpoint_of
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
@@ -69,6 +70,8 @@ class LearnerGroup:
         self._since: list[list[ray.ObjectRef] | _Writing] = []
         """What was done since ``_state``: groups of every update, and the state under way."""
         self._failures: deque[float] = deque()
+        self._fence = Fence(Path(config.run_dir))
+        self._is_lost = False
         self.rebuilds = 0
         self.busy_s = 0.0
         """Time that updates took, since the start."""
@@ -145,6 +148,13 @@ class LearnerGroup:
         with self.lock:
             self._recovering(self._settle)
 
+    def let_write(self) -> None:
+        """Before a run ends by an error: as ``finish_save``, but nothing is rebuilt for it."""
+        with self.lock:
+            if self._writing and not self._is_lost:
+                self._tell("learner: what is being written becomes whole before the run ends")
+                self._settle()
+
     def checksum(self) -> str:
         """Of the trainable weights as they are now."""
         checksums = self._recovering(lambda: self._ask("checksum", lambda r: r.checksum.remote()))
@@ -157,6 +167,8 @@ class LearnerGroup:
 
     def _start(self) -> None:
         settings = self._config.learner
+        # Before they read: ranks of before that are cut off must not delete what these read.
+        self._fence = self._fence.following()
         # The first update after a start compiles; only then is there a duration to compare with.
         self._deadline = LearnedDeadline(settings.timeout_s, settings.min_deadline_s)
         self.ranks = [
@@ -177,7 +189,9 @@ class LearnerGroup:
         meeting = self.ranks[0].__ray_call__.remote(free_address)
         ((address, port),) = answers_of([meeting], "address", self._timeout_s, self._tell)
         self.coverage: str = self._ask(
-            "start", lambda rank: rank.start.remote(address, port, self._state), timeout_s
+            "start",
+            lambda rank: rank.start.remote(address, port, self._state, self._fence),
+            timeout_s,
         )[0]
         self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
         """Ranks that hold a part of the weights which no other rank can send."""
@@ -222,6 +236,7 @@ class LearnerGroup:
             self._failures.popleft()
         # One that hangs every time may take longer to fail again than the window is long.
         if max(len(self._failures), in_this_call) > settings.max_failures:
+            self._is_lost = True
             reports = "\n".join(
                 report(f"learner rank {rank}", place, "as found now")
                 for rank, place in enumerate(self._places)

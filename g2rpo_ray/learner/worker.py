@@ -10,9 +10,10 @@ import ray
 import torch
 
 from g2rpo_ray.common.device import keep_to_share, role_device
-from g2rpo_ray.common.files import DiskError
+from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.logs import log_as, log_context, logged
 from g2rpo_ray.config import Config
+from g2rpo_ray.learner.checkpoints.fence import UNFENCED, Fence
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, SNAPSHOTS_KEPT, delete_old_checkpoints
 from g2rpo_ray.learner.checkpoints.format import (
     CheckpointError,
@@ -46,9 +47,15 @@ class Learner:
         self._writing: Future[float] | None = None
         self._weight_group: WeightGroup | None = None
 
-    def start(self, address: str, port: int, checkpoint: Path | None) -> str:
-        """Join the group, load the model (or the checkpoint), and say what is trained."""
-        settings = self.config.learner
+    def start(
+        self, address: str, port: int, checkpoint: Path | None, fence: Fence = UNFENCED
+    ) -> str:
+        """Join the group, load the model (or the checkpoint), and say what is trained.
+
+        Args:
+            fence: of these ranks' generation.
+        """
+        settings, self._fence = self.config.learner, fence
         with logged("start"):
             self.device = role_device(settings.gpus_per_rank, "learner.gpus_per_rank")
             keep_to_share(settings.gpus_per_rank)
@@ -136,8 +143,8 @@ class Learner:
             try:
                 # Every rank has as much of the state, but for what does not divide evenly.
                 ranks, mine = self.config.learner.ranks, sum(part.data.nbytes for part in parts)
-                prepare_checkpoint(folder, ranks * mine)
-            except (CheckpointError, DiskError) as error:
+                prepare_checkpoint(folder, ranks * mine, self._fence)
+            except (CheckpointError, RunError) as error:
                 failure = [error]
         # The others write only where rank 0 has cleared the place, or fail as it did.
         torch.distributed.broadcast_object_list(failure, 0, device=self.device)
@@ -165,17 +172,18 @@ class Learner:
         started_s = time.monotonic()
         with logged(f"writing {folder.name}"):
             try:
-                write_rank(folder, self.rank, parts)
+                write_rank(folder, self.rank, parts, self._fence)
             finally:
                 # The shard's copy goes, also where the error would keep this frame.
                 parts.clear()
             if self.rank == 0:
                 settings, run_dir = self.config.learner, folder.parent.parent
-                commit_checkpoint(folder, info, settings.ranks, settings.timeout_s)
+                commit_checkpoint(folder, info, settings.ranks, settings.timeout_s, self._fence)
                 # By the two last names: a run may itself be called "snapshots".
                 is_snapshot = run_dir.parts[-2:] == (Path(self.config.run_dir).name, SNAPSHOTS)
                 keep_last = SNAPSHOTS_KEPT if is_snapshot else self.config.checkpoint.keep_last
-                delete_old_checkpoints(run_dir, keep_last, folder, keep_also)
+                with self._fence.held():
+                    delete_old_checkpoints(run_dir, keep_last, folder, keep_also)
         return time.monotonic() - started_s
 
     def checksum(self) -> str:

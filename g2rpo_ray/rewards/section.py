@@ -4,7 +4,6 @@ from typing import Any, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from g2rpo_ray.common.secrets import looks_secret
 from g2rpo_ray.common.section import Gpus, Section, problems
 from g2rpo_ray.rewards.registry import parse_options, scorer_class
 
@@ -35,8 +34,8 @@ class RewardSection(Section):
     threads: int = Field(1, ge=1)
     """Threads of a replica's process."""
     runtime_env: dict[str, Any] = Field(default_factory=dict)
-    """Ray runtime environment of a replica (``pip``, ``env_vars``, ...). A variable that looks like
-    a secret is refused: the configuration is written into the run folder."""
+    """Ray runtime environment of a replica (``pip``, ``env_vars``, ...). No secrets, as nowhere
+    in the settings: they are written into the run folder, and Ray shows this one."""
     batch_size: int = Field(32, ge=1)
     """Most pictures in one pass of the scorer; a batch is cut inside one request."""
     merge_requests: int = Field(1, ge=1)
@@ -80,14 +79,6 @@ class RewardSection(Section):
             raise ValueError(
                 f"max_replicas is {self.max_replicas}, below min_replicas {self.min_replicas}"
             )
-        variables = self.runtime_env.get("env_vars", {})
-        if not isinstance(variables, dict):
+        if not isinstance(self.runtime_env.get("env_vars", {}), dict):
             raise ValueError("runtime_env.env_vars must be names with their values")
-        for name in variables:
-            if looks_secret(str(name)):
-                raise ValueError(
-                    f"runtime_env.env_vars has {name}, which looks like a secret; the "
-                    "configuration is written into the run folder, and Ray shows it. Set it in the "
-                    "nodes' own environment (Kubernetes secret, Slurm's job environment) instead"
-                )
         return self

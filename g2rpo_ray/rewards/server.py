@@ -18,6 +18,7 @@ from torch import Tensor
 
 from g2rpo_ray.common.device import HIDE_CARDS, role_device
 from g2rpo_ray.common.logs import log_as, log_context
+from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import ScorerError, check_request, check_scores
 from g2rpo_ray.rewards.section import RewardSection
@@ -103,7 +104,8 @@ class RewardServer:
                 parts.append(check_scores(self._scorer.score(part, texts), len(part)))
         except Exception as error:
             logger.warning("the scorer failed", exc_info=True)
-            return ScorerError(f"reward {self._name!r}: {type(error).__name__}: {error}")
+            cause = redacted(f"{type(error).__name__}: {error}")
+            return ScorerError(f"reward {self._name!r}: {cause}")
         finally:
             seconds = time.perf_counter() - started_s
             self._busy_s += seconds
@@ -226,4 +228,4 @@ def _wait_until_running(apps: dict[str, str], deadline: float) -> None:
 
 def _reason(app_status: ApplicationStatusOverview) -> str:
     messages = [app_status.message, *(d.message for d in app_status.deployments.values())]
-    return " ".join(message for message in messages if message).strip()
+    return redacted(" ".join(message for message in messages if message).strip())

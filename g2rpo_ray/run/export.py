@@ -18,6 +18,7 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.files import check_room, flush, writing
 from g2rpo_ray.common.formatting import format_score
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.secrets import publishable
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_weights
 from g2rpo_ray.models.catalogue import CATALOGUE
@@ -35,7 +36,7 @@ from g2rpo_ray.models.saving import (
 from g2rpo_ray.models.weights import load_weights, trainable_parameters
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.run.scores import heldout_before_after
-from g2rpo_ray.run.weights import checkpoint_named, read_fitting_info
+from g2rpo_ray.run.weights import read_fitting_info, while_it_is_there
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +94,15 @@ def export(
     target = folder.expanduser().absolute()
     if target.exists():
         raise ExportError(f"{target} is there already; name another folder")
-    source = checkpoint_named(config, checkpoint)
-    info = read_fitting_info(source, config.model)
     if form != "adapter":
         check_room(target, _transformer_bytes(config, rounding), "the transformer")
+
+    def read(path: Path) -> tuple[CheckpointInfo, dict[str, Tensor]]:
+        return read_fitting_info(path, config.model), read_weights(path, average)
+
+    # At once, and of one moment: a running run deletes old checkpoints.
+    source, (info, weights) = while_it_is_there(config, checkpoint, read)
     with _written_whole(target) as temporary:
-        weights = read_weights(source, average)
         if form == "adapter":
             arrived = _write_adapter(config, weights, rounding, temporary)
         else:
@@ -213,7 +217,7 @@ def model_card(
     """
     scores = heldout_before_after(run_folder(config), info.iteration) if own else {}
     rewards = [f"{n} (weight {r.weight:g})" for n, r in config.trained_rewards.items()]
-    recipe = config.model_dump(mode="json", exclude_defaults=True)
+    recipe = publishable(config.model_dump(mode="json", exclude_defaults=True))
     family = open_family(resolve_path(config.model.path))
     sampling = config.sampling
     arguments = family.pipeline_arguments(sampling.guidance, sampling.negative_prompt)

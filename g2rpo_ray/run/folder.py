@@ -18,6 +18,7 @@ from typing import TextIO
 
 from g2rpo_ray.common.files import replace_text, writing
 from g2rpo_ray.config import Config, load_config, save_config
+from g2rpo_ray.learner.checkpoints.fence import Fence
 from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.models.fingerprint import base_fingerprint
@@ -82,6 +83,9 @@ def open_run(config: Config, resume: str) -> Run:
             f"run_dir {folder} already has a run: --resume auto continues it from its last "
             "checkpoint; or name another run_dir"
         )
+    if has_run:
+        # What is chosen now must still be there when ranks read it.
+        Fence(folder).following()
     checkpoint = _checkpoint_of(folder, resume)
     info = _info_at_start(config, folder, checkpoint)
     first_record = None

@@ -1,8 +1,10 @@
 """Which weights a name means, whether they fit the model, and a policy that has them."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, list_checkpoints
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_info, read_weights
+from g2rpo_ray.learner.checkpoints.parts import CheckpointError
 from g2rpo_ray.models.adapters import adapter_at, load_adapter
 from g2rpo_ray.models.fingerprint import OF_TENSORS, base_file_fingerprint, base_fingerprint
 from g2rpo_ray.models.loading import DTYPES, load_part
@@ -18,6 +21,8 @@ from g2rpo_ray.models.saving import load_transformer_weights
 from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.run.paths import RunFolderError, run_folder
 from g2rpo_ray.run.scores import best_evaluated
+
+T = TypeVar("T")
 
 
 class SampleError(InputError):
@@ -94,6 +99,25 @@ def checkpoint_named(config: Config, name: str) -> Path:
     return checkpoints[-1]
 
 
+def while_it_is_there(config: Config, name: str, use: Callable[[Path], T]) -> tuple[Path, T]:
+    """``use`` on the checkpoint that ``name`` means, and which one that was.
+
+    A running run may delete it meanwhile: ``last`` and ``best`` then mean another one.
+
+    Raises:
+        CheckpointError, RunFolderError: as ``checkpoint_named`` and ``use``.
+    """
+    while True:
+        path = checkpoint_named(config, name)
+        try:
+            return path, use(path)
+        except (CheckpointError, FileNotFoundError) as error:
+            if path.exists():
+                raise
+            if checkpoint_named(config, name) == path:
+                raise CheckpointError(f"{path}: not there (any more): {error}") from error
+
+
 @dataclass(frozen=True)
 class Source:
     """A policy with the weights that were asked for, on the CPU."""
@@ -111,10 +135,14 @@ def load_source(config: Config, checkpoint: str, average: bool = False) -> Sourc
             be used.
     """
     path = None if checkpoint == "base" else checkpoint_named(config, checkpoint)
-    if path is not None and (path / "state.json").exists():
-        read_fitting_info(path, config.model)
+    if path is not None and (checkpoint in ("last", "best") or (path / "state.json").exists()):
+        # Before the model, whose loading takes minutes: a running run deletes old checkpoints.
+        path, weights = while_it_is_there(
+            config, checkpoint, lambda found: _fitting_weights(config, found, average)
+        )
+        print(f"weights: {path}", file=sys.stderr, flush=True)
         policy = load_policy(config)
-        load_weights(policy, weights_in(config, path, average))
+        load_weights(policy, weights)
         lora = config.model.lora is not None
         return Source(
             policy, policy.transformer.disable_adapters if lora else _reload(policy, config)
@@ -130,6 +158,11 @@ def load_source(config: Config, checkpoint: str, average: bool = False) -> Sourc
         return Source(policy, policy.transformer.disable_adapters)
     load_transformer_weights(policy.transformer, path, config.model.variant)
     return Source(policy, _reload(policy, config))
+
+
+def _fitting_weights(config: Config, path: Path, average: bool) -> dict[str, Tensor]:
+    read_fitting_info(path, config.model)
+    return weights_in(config, path, average)
 
 
 def _reload(policy: Policy, config: Config) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from g2rpo_ray.common.files import replace_text, writing
+from g2rpo_ray.common.secrets import publishable
 from g2rpo_ray.tracking.names import TrackingError
 
 
@@ -117,7 +118,7 @@ class WeightsAndBiases(Sink):
             id=identity.read_text(encoding="utf-8"),
             resume="allow",
             dir=str(run_dir),
-            config=dict(config),
+            config=publishable(config),
         )
         # An evaluation beside the training ends when later iterations are there already.
         for name in ("heldout/*", "pictures"):

@@ -18,10 +18,8 @@ One iteration is Algorithm 1 of arXiv 2510.01982, for each prompt of its batch:
 
 from contextlib import closing
 
-from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.training.one_step_off import OneStepOffTrainer
 from g2rpo_ray.training.roles import launch
 from g2rpo_ray.training.session import open_session
@@ -45,7 +43,20 @@ def train(config: Config, resume: str = "none") -> None:
 
 
 def iterate(trainer: Trainer) -> None:
-    """Iteration by iteration to the last, with what happens around them."""
+    """Iteration by iteration to the last, with what happens around them.
+
+    Whatever ends it, a state that is being written becomes whole first.
+    """
+    try:
+        _iterate(trainer)
+    except StopRequested:
+        raise
+    except BaseException as error:
+        trainer.let_write(error)
+        raise
+
+
+def _iterate(trainer: Trainer) -> None:
     evaluation, checkpoint = trainer.config.evaluation, trainer.config.checkpoint
     try:
         trainer.begin()
@@ -65,12 +76,6 @@ def iterate(trainer: Trainer) -> None:
         trainer.finish()
     except StopRequested as request:
         trainer.save_stopped(request)
-        raise
-    except LearnerError:
-        raise
-    except RunError:
-        # The learner is well: what it still writes is not lost.
-        trainer.finish_save()
         raise
 
 

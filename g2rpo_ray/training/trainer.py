@@ -211,6 +211,14 @@ class Trainer:
         with self.away("checkpoint"):
             self.roles.learner.finish_save()
 
+    def let_write(self, error: BaseException) -> None:
+        """Before ``error`` ends the run: the state that is being written, if any, becomes whole."""
+        try:
+            self.roles.learner.let_write()
+        except Exception as failed:  # noqa: BLE001  (what ends the run is the other one)
+            if str(failed) != str(error):
+                self.session.note(f"the state that was being written is lost: {failed}")
+
     def save_stopped(self, request: StopRequested) -> None:
         """Leave a checkpoint and a report of the state at which a signal ended the run."""
         if self.saved < self.iteration:

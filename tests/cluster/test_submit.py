@@ -72,6 +72,25 @@ class Client:
         raise self.lost(f"no answer for {job}")
 
 
+@pytest.mark.parametrize(
+    "override", ["rewards.a.options.api_key=hunter2", "rewards={a: {options: {api_key: hunter2}}}"]
+)
+def test_a_secret_among_the_settings_is_not_sent(
+    script: ModuleType,
+    override: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(script, "JobSubmissionClient", None)
+    monkeypatch.setattr(sys, "argv", ["submit.py", CONFIG, "/runs/mine", override])
+    with pytest.raises(SystemExit) as caught:
+        script.main()
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert "rewards.a.options.api_key looks like a secret" in said
+    assert "hunter2" not in said
+
+
 @pytest.mark.parametrize("lost", [requests.exceptions.ConnectionError, aiohttp.ClientError])
 def test_a_head_that_goes_away_is_named(
     script: ModuleType,

@@ -1,6 +1,8 @@
 """Every command on a disk that is full or read-only: exit 1, one message, nothing half-written."""
 
+import errno
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ from PIL import Image
 
 from g2rpo_ray import cli
 from g2rpo_ray.cli import main
+from g2rpo_ray.cluster.private import PrivateRayError
+from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.common.logs import log_file
 from g2rpo_ray.config import Config
@@ -20,7 +24,7 @@ from g2rpo_ray.evaluation import evaluate
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import Row
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
-from g2rpo_ray.learner.checkpoints.format import prepare_checkpoint
+from g2rpo_ray.learner.checkpoints.format import CheckpointError, prepare_checkpoint
 from g2rpo_ray.models.saving import ADAPTER_FILE
 from g2rpo_ray.prompts.encoder import ShardEncoder
 from g2rpo_ray.rollout.answers import HeldoutPictures
@@ -276,3 +280,21 @@ def test_an_error_without_a_name_is_recognised_where_commands_end(
     monkeypatch.setattr("g2rpo_ray.run.export.export", fail)
     message = failure_of(capsys, "export", runs["full"].run_dir, "--to", "unused")
     assert message == "g2rpo: Error while serializing: No space left on device (os error 28)"
+
+
+@pytest.mark.parametrize("error_class", [InputError, CheckpointError, PrivateRayError])
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, 1), (errno.EROFS, 1), (errno.EACCES, 2)]
+)
+def test_a_disk_is_no_bad_input_whoever_names_it(
+    monkeypatch: pytest.MonkeyPatch, error_class: type[InputError], number: int, code: int
+) -> None:
+    def fail(_: object) -> None:
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError as error:
+            given = ("cannot be used", "free some") if error_class is PrivateRayError else ("no",)
+            raise error_class(*given) from error
+
+    monkeypatch.setattr("g2rpo_ray.commands.plan.run", fail)
+    assert cli.main(["plan", "run.yaml"]) == code

@@ -1,5 +1,8 @@
 """Drawing with the real sampler on the tiny world, Ray left out: weights, hybrids, going on."""
 
+import errno
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +15,24 @@ from torch import Tensor
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation import draw as draw_module
+from g2rpo_ray.evaluation import evaluate as evaluate_module
+from g2rpo_ray.evaluation import rows as rows_module
 from g2rpo_ray.evaluation.draw import Drawing, base_weights
 from g2rpo_ray.evaluation.records import Records
 from g2rpo_ray.evaluation.rows import BASE, EvaluationError, Row, make_rows, parse_weights
-from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
-from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
+from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, delete_old_checkpoints
+from g2rpo_ray.learner.checkpoints.format import (
+    CheckpointError,
+    CheckpointInfo,
+    pin_weights,
+    read_info,
+    read_weights,
+)
 from g2rpo_ray.models.weights import WeightReceipt, load_weights
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.worker import RolloutWorker
 from g2rpo_ray.run.paths import RunFolderError
+from g2rpo_ray.run.weights import weights_in, while_it_is_there
 from g2rpo_ray.weight_sync.base import Peer, verify
 from tests.states import write_checkpoint
 from tests.tiny import KnownScores, Redness, encode, tiny_config
@@ -101,7 +113,11 @@ def drawing(config: Config, folder: Path, rows: list[Row], on_progress: Any) -> 
 
 
 def rows_of(config: Config) -> list[Row]:
-    return make_rows(parse_weights(config, ["mine=last", BASE]), [STEPS], [HYBRID])
+    return make_rows(
+        parse_weights(config, ["mine=last", BASE], Path(config.run_dir).parent / "pins"),
+        [STEPS],
+        [HYBRID],
+    )
 
 
 def reds(drawn: Drawing, row: Row) -> list[Tensor]:
@@ -207,14 +223,14 @@ def test_missing_scores_are_told_and_tried_again_by_the_next_command(
 )
 def test_labels(config: Config, named: list[str], message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
-        parse_weights(config, named)
+        parse_weights(config, named, Path(config.run_dir).parent / "pins")
 
 
 @pytest.mark.usefixtures("trained")
 def test_weights_of_another_kind_are_refused_with_both_kinds(config: Config) -> None:
     lora = tiny_config(Path(config.run_dir), "model.lora={rank: 2, alpha: 4.0}")
     with pytest.raises(RunFolderError, match=r"holds 'full' weights, .* 'lora rank 2 alpha 4'"):
-        parse_weights(lora, ["last"])
+        parse_weights(lora, ["last"], Path(config.run_dir).parent / "pins")
 
 
 @pytest.mark.parametrize(
@@ -230,7 +246,9 @@ def test_steps_and_shares_out_of_range(
     config: Config, steps: list[int], hybrids: list[float], message: str
 ) -> None:
     with pytest.raises(EvaluationError, match=message):
-        make_rows(parse_weights(config, ["base"]), steps, hybrids)
+        make_rows(
+            parse_weights(config, ["base"], Path(config.run_dir).parent / "pins"), steps, hybrids
+        )
 
 
 @pytest.mark.usefixtures("trained")
@@ -246,10 +264,109 @@ def test_a_row_that_stands_twice_is_refused(
     config: Config, steps: list[int], hybrids: list[float], name: str
 ) -> None:
     with pytest.raises(EvaluationError, match=f"the row {name} stands twice"):
-        make_rows(parse_weights(config, ["last"]), steps, hybrids)
+        make_rows(
+            parse_weights(config, ["last"], Path(config.run_dir).parent / "pins"), steps, hybrids
+        )
 
 
 def test_a_run_without_a_checkpoint_is_said(config: Config, tmp_path: Path) -> None:
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(EvaluationError, match="the run has no checkpoint yet"):
-        parse_weights(config, [str(tmp_path / "other")])
+    with pytest.raises(RunFolderError, match="no checkpoint there yet"):
+        parse_weights(config, [str(tmp_path / "other")], tmp_path / "pins")
+
+
+def checkpoint_of(config: Config, iteration: int, factor: float) -> Path:
+    weights = {name: tensor * factor for name, tensor in base_weights(config).items()}
+    folder = checkpoint_folder(Path(config.run_dir), iteration)
+    info = CheckpointInfo(iteration, iteration, iteration, 0, 0.0, "full", config.seed)
+    write_checkpoint(folder, info, {f"weight.{name}": t for name, t in weights.items()})
+    return folder
+
+
+def test_an_evaluation_of_a_running_run_goes_on_with_the_weights_it_began_with(
+    config: Config,
+    trained: dict[str, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drawn: list[dict[str, Tensor]] = []
+
+    def draw(config: Config, records: Records, rows: Sequence[Row], prompts: Any) -> None:
+        """All rows but the last; the run has deleted what it began with by then."""
+        newer = checkpoint_of(config, 9, 1.5)
+        delete_old_checkpoints(Path(config.run_dir), 1, newer)
+        checkpoint = rows[-1].weights.checkpoint
+        assert checkpoint is not None
+        drawn.append(weights_in(config, checkpoint))
+        if len(drawn) == 1:
+            raise KeyboardInterrupt
+        for row in rows:
+            shape = (config.evaluation.pictures_per_prompt, 4, 4, 3)
+            pictures = torch.zeros(shape, dtype=torch.uint8)
+            scores = {name: torch.zeros(len(pictures)) for name in config.rewards}
+            records.add(row.name, [HeldoutPictures(n, t, pictures, scores, 0) for n, t in prompts])
+
+    monkeypatch.setattr(evaluate_module, "_draw", draw)
+    monkeypatch.setattr(evaluate_module, "_write", lambda *_: [])
+    out = tmp_path / "out"
+    asked: dict[str, Any] = {"checkpoints": ["base", "last"], "steps": [STEPS], "folder": out}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_module.evaluate(config, **asked)
+    request = json.loads((out / "request.json").read_text())
+    assert None not in request["rows"].values()
+    assert "iteration_000005" in capsys.readouterr().out
+    evaluate_module.evaluate(config, **asked)
+    assert "iteration_000005, as when this evaluation began" in capsys.readouterr().out
+    assert len(drawn) == 2
+    for weights in drawn:
+        assert all(torch.equal(weights[name], trained[name]) for name in trained)
+    # All is drawn: nothing is kept, and the same command answers from the records.
+    assert [path.name for path in (out / "weights").iterdir()] == ["last.json"]
+    evaluate_module.evaluate(config, **asked)
+    assert len(drawn) == 2
+    with pytest.raises(EvaluationError, match="its weights are not there any more"):
+        evaluate_module.evaluate(config, **(asked | {"steps": [STEPS + 1]}))
+    # A base model that was replaced meanwhile is another row.
+    monkeypatch.setattr(rows_module, "base_fingerprint", lambda _: "other")
+    with pytest.raises(EvaluationError, match=f"other base-{STEPS}steps"):
+        evaluate_module.evaluate(config, **asked)
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize("links", [True, False])
+def test_pinned_weights_outlive_their_checkpoint(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EXDEV, "another file system")
+
+    if not links:
+        monkeypatch.setattr(Path, "hardlink_to", refused)
+    folder = checkpoint_folder(Path(config.run_dir), 5)
+    expected = read_weights(folder)
+    pin_weights(folder, tmp_path / "pin")
+    shutil.rmtree(folder)
+    found = read_weights(tmp_path / "pin")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(CheckpointError):
+        pin_weights(folder, tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.usefixtures("trained")
+def test_last_is_the_next_one_where_it_goes_while_it_is_read(config: Config) -> None:
+    tried: list[str] = []
+
+    def use(path: Path) -> str:
+        tried.append(path.name)
+        if len(tried) == 1:
+            newer = checkpoint_of(config, 9, 1.5)
+            delete_old_checkpoints(Path(config.run_dir), 1, newer)
+        return str(read_info(path).iteration)
+
+    assert while_it_is_there(config, "last", use)[1] == "9"
+    assert tried == ["iteration_000005", "iteration_000009"]
+    path = str(checkpoint_folder(Path(config.run_dir), 5))
+    with pytest.raises(CheckpointError, match="not there"):
+        while_it_is_there(config, path, read_info)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from g2rpo_ray.evaluation.gallery import write_gallery
-from g2rpo_ray.evaluation.records import Records
+from g2rpo_ray.evaluation.records import Records, check_folder
 from g2rpo_ray.evaluation.rows import EvaluationError, Row, Weights
 from g2rpo_ray.evaluation.table import (
     DIVERSITY,
@@ -218,7 +218,7 @@ def test_rows_may_be_added_but_not_changed(records: Records) -> None:
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(EvaluationError, match="not empty and no evaluation"):
-        Records(tmp_path, REQUEST)
+        check_folder(tmp_path)
     (tmp_path / "request.json").write_text("{")
     with pytest.raises(EvaluationError, match=r"request\.json: not readable"):
         Records(tmp_path, REQUEST)

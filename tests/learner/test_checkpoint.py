@@ -240,7 +240,7 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
 
 def test_a_left_over_of_a_killed_write_is_no_checkpoint(tmp_path: Path) -> None:
     good = write(tmp_path, 1)
-    left_over = good.with_name(".iteration_000002.writing")
+    left_over = good.with_name(".iteration_000002.0.writing")
     left_over.mkdir()
     (left_over / FILES[0]).write_bytes(b"half")
     assert list_checkpoints(tmp_path) == [good]

@@ -203,6 +203,33 @@ def test_the_key_comes_from_the_environment_and_is_never_shown(
     assert "bad key ***" in message
 
 
+def test_user_password_and_key_in_the_url_come_from_the_environment(
+    server: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"A_USER": "me", "A_PASS": "p@ss/w:rd", "A_KEY": "k&y=1"}.items():
+        monkeypatch.setenv(name, value)
+    host = server.url.removeprefix("http://").rstrip("/")
+    server.answers = [Answer("bad k&y=1 of p@ss/w:rd", 401)]
+    url = "http://${A_USER}:${A_PASS}@" + host + "/v1?key=${A_KEY}"
+    message = error_of(http_scorer(url))
+    basic = base64.b64encode(b"me:p@ss/w:rd").decode()
+    assert server.headers[0]["Authorization"] == f"Basic {basic}"
+    assert "p@ss/w:rd" not in message
+    assert "k&y=1" not in message
+    assert "bad *** of ***" in message
+    monkeypatch.setenv("A_KEY", f"Basic {basic}")
+    server.answers = [Answer(SCORES)]
+    http_scorer(server.url, api_key_env="A_KEY").score(PICTURES, PROMPTS)
+    assert server.headers[1]["Authorization"] == f"Basic {basic}"
+
+
+def test_no_connection_shows_nothing_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "qu/ery")
+    message = error_of(http_scorer("http://127.0.0.1:1/v1?key=${A_KEY}", tries=1))
+    assert "no connection" in message
+    assert not [text for text in ("qu/ery", "qu%2Fery") if text in message]
+
+
 def test_a_key_that_is_not_there_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(ScorerError, match="environment variable JUDGE_KEY"):

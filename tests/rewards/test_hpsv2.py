@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from PIL import Image
 
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rewards.scorers import hpsv2
 from g2rpo_ray.rewards.scorers.isolated import HPSV2_PACKAGES, make_hpsv2_environment
 from g2rpo_ray.rewards.scorers.pictures import as_pictures
 
@@ -139,3 +141,27 @@ def test_a_python_without_the_package_is_an_error_that_names_it(files: dict[str,
     options = {"checkpoint": str(files["checkpoint"]), "python": sys.executable}
     with pytest.raises(ScorerError, match="No module named 'hpsv2'"):
         make_scorer("hpsv2", options, "cpu")
+
+
+def test_a_child_that_does_not_read_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "deaf_child.py"
+    child.write_text(
+        "import sys, time\n"
+        "from multiprocessing.connection import Connection\n"
+        "pipe = Connection(int(sys.argv[2]))\n"
+        "pipe.send_bytes(b'{\"ready\": true}')\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setattr(hpsv2, "CHILD", child)
+    (tmp_path / "weights.pt").touch()
+    options = {
+        "python": sys.executable, "checkpoint": str(tmp_path / "weights.pt"), "timeout_s": 4.0
+    }  # fmt: skip
+    scorer = make_scorer("hpsv2", options, "cpu")
+    larger_than_the_pipe = torch.zeros(2, 1024, 1024, 3, dtype=torch.uint8)
+    started_s = time.monotonic()
+    with pytest.raises(ScorerError, match="gave no answer within 4 s"):
+        scorer.score(larger_than_the_pipe, ["a", "b"])
+    assert time.monotonic() - started_s < 20

@@ -32,6 +32,7 @@ from g2rpo_ray.common.files import (
     sha256_of_file,
     writing,
 )
+from g2rpo_ray.learner.checkpoints.fence import UNFENCED, Fence
 from g2rpo_ray.learner.checkpoints.folders import hide
 from g2rpo_ray.learner.checkpoints.parts import (
     CheckpointError,
@@ -71,24 +72,28 @@ class CheckpointInfo:
     """Fingerprint of the base model's weights that training began with; empty: not known."""
 
 
-def prepare_checkpoint(folder: Path, size_bytes: int = 0) -> None:
+def prepare_checkpoint(folder: Path, size_bytes: int = 0, fence: Fence = UNFENCED) -> None:
     """Make the place where the ranks write, without the left-overs of earlier tries.
 
     Args:
         size_bytes: of what all ranks will write.
+        fence: the ranks', of all three functions.
 
     Raises:
+        FencedError: newer ranks write there.
         DiskError: the disk is full or read-only, or has less room.
         CheckpointError: the system allows no writing there.
     """
-    with _removed_on_failure(folder):
+    with _removed_on_failure(folder, fence), fence.held():
         for left_over in folder.parent.glob(".iteration_*"):
             shutil.rmtree(left_over)
-        _temporary(folder).mkdir(parents=True)
+        _temporary(folder, fence).mkdir(parents=True)
         check_room(folder, size_bytes, "a checkpoint")
 
 
-def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
+def write_rank(
+    folder: Path, rank: int, parts: Sequence[StatePart], fence: Fence = UNFENCED
+) -> None:
     """Write, read back and compare one rank's part, after ``prepare_checkpoint``.
 
     A full disk, or what was read back and differs, is noted for ``commit_checkpoint`` to raise.
@@ -97,7 +102,7 @@ def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
         DiskError: not even that could be noted.
         CheckpointError: the place is not there.
     """
-    temporary = _temporary(folder)
+    temporary = _temporary(folder, fence)
     if not temporary.is_dir():
         raise CheckpointError(
             f"{temporary}: not there on rank {rank}; run_dir must be on a file system that all "
@@ -109,7 +114,7 @@ def write_rank(folder: Path, rank: int, parts: Sequence[StatePart]) -> None:
         OPTIMIZER_FILE.format(rank): [p for p in parts if not p.key.startswith(averages)],
     }
     note: dict[str, object] = {}
-    with _removed_on_failure(folder):
+    with _removed_on_failure(folder, fence):
         try:
             note["files"] = {n: _write_file(temporary / n, c) for n, c in contents.items()}
         except (DiskError, CheckpointError) as error:
@@ -130,16 +135,19 @@ def _write_file(path: Path, parts: Sequence[StatePart]) -> str:
         return sha256_of_file(path)
 
 
-def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s: float) -> None:
+def commit_checkpoint(
+    folder: Path, info: CheckpointInfo, ranks: int, timeout_s: float, fence: Fence = UNFENCED
+) -> None:
     """Wait until all ranks have written their parts, and give the checkpoint its name.
 
     Raises:
+        FencedError: newer ranks have begun meanwhile.
         DiskError: the disk is full or read-only, for a rank or here, or gave back something else.
         CheckpointError: a rank did not write in time.
     """
-    temporary = _temporary(folder)
+    temporary = _temporary(folder, fence)
     notes = [temporary / RANK_FILE.format(rank) for rank in range(ranks)]
-    with _removed_on_failure(folder):
+    with _removed_on_failure(folder, fence):
         deadline_s = time.monotonic() + timeout_s
         while missing := [rank for rank, note in enumerate(notes) if not note.exists()]:
             if not temporary.is_dir():
@@ -162,12 +170,13 @@ def commit_checkpoint(folder: Path, info: CheckpointInfo, ranks: int, timeout_s:
         content = {"format": FORMAT, **asdict(info), "files": files}
         replace_text(temporary / "state.json", json.dumps(content, indent=1))
         flush(temporary)
-        # A checkpoint of this iteration may be there when a run was resumed from an older one.
-        replaced = hide(folder) if folder.exists() else None
-        temporary.rename(folder)
-        flush(folder.parent)
-        if replaced is not None:
-            shutil.rmtree(replaced)
+        with fence.held():
+            # One of this iteration may be there when a run was resumed from an older one.
+            replaced = hide(folder) if folder.exists() else None
+            temporary.rename(folder)
+            flush(folder.parent)
+            if replaced is not None:
+                shutil.rmtree(replaced)
 
 
 def open_checkpoint(folder: Path) -> tuple[CheckpointInfo, StateReader]:
@@ -202,6 +211,29 @@ def weights_checksum(folder: Path) -> str:
     """SHA-256 of the SHA-256s of a checkpoint's weights files, which its description has."""
     files = _weights_files(_read_description(folder)[1])
     return hashlib.sha256("".join(files[name] for name in sorted(files)).encode()).hexdigest()
+
+
+def pin_weights(folder: Path, target: Path) -> None:
+    """Keep a checkpoint's weights at ``target``, whatever becomes of ``folder``; whole or not.
+
+    By hard links, which cost no room, or copies where the file system has none.
+
+    Raises:
+        CheckpointError: the checkpoint is not there, or goes meanwhile.
+        DiskError: the disk is full or read-only.
+    """
+    names = ["state.json", *_weights_files(_read_description(folder)[1])]
+    temporary = target.with_name(f".{target.name}.pinning")
+    with writing(target, CheckpointError):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name in names:
+            try:
+                (temporary / name).hardlink_to(folder / name)
+            except OSError:
+                shutil.copyfile(folder / name, temporary / name)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
 
 
 def read_info(folder: Path) -> CheckpointInfo:
@@ -263,16 +295,17 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     return CheckpointInfo(**content), files
 
 
-def _temporary(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.writing")
+def _temporary(folder: Path, fence: Fence) -> Path:
+    """Of each generation its own: ranks that are cut off must not write into another's files."""
+    return folder.with_name(f".{folder.name}.{fence.generation}.writing")
 
 
 @contextmanager
-def _removed_on_failure(folder: Path) -> Iterator[None]:
+def _removed_on_failure(folder: Path, fence: Fence) -> Iterator[None]:
     """A half-written checkpoint goes; what was there before stays."""
     try:
         with writing(folder, CheckpointError):
             yield
     except BaseException:
-        shutil.rmtree(_temporary(folder), ignore_errors=True)
+        shutil.rmtree(_temporary(folder, fence), ignore_errors=True)
         raise

@@ -4,14 +4,17 @@ import base64
 import io
 import json
 import os
+import re
 import time
 from typing import Any
+from urllib.parse import quote
 
 from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import ScorerError
 
@@ -25,7 +28,7 @@ class EndpointOptions(Section):
     """Settings of every scorer behind HTTP."""
 
     url: str = Field(pattern=r"^https?://")
-    """Address of the endpoint."""
+    """Address of the endpoint; ``${NAME}`` stands for an environment variable of the replica."""
     timeout_s: float = Field(60.0, gt=0)
     """A call with all its tries takes at most this."""
     tries: int = Field(4, ge=1)
@@ -34,7 +37,8 @@ class EndpointOptions(Section):
     concurrency: int = Field(8, ge=1)
     """Calls under way at once, for each replica."""
     api_key_env: str | None = None
-    """Name of the environment variable with the key (sent as a bearer token); never the key."""
+    """Name of the environment variable with the key; never the key. It is sent as a bearer token,
+    or as it is where it begins with ``Basic``."""
     ca_file: str | None = None
     """Certificates to trust instead of the usual ones, such as a company's own."""
 
@@ -53,9 +57,12 @@ class Endpoint:
     def __init__(self, options: EndpointOptions, url: str) -> None:
         import requests
 
-        self._options, self._url = options, url
+        self._options, self._shown, self._secrets = options, url, list[str]()
+        self._url = re.sub(r"\$\{(\w+)\}", lambda m: quote(self._variable(m[1], "url"), ""), url)
         self._session = requests.Session()
-        self._session.mount(url, requests.adapters.HTTPAdapter(pool_maxsize=options.concurrency))
+        self._session.mount(
+            self._url, requests.adapters.HTTPAdapter(pool_maxsize=options.concurrency)
+        )
         # Given with each call: the session's own gives way to REQUESTS_CA_BUNDLE.
         self._verify: bool | str = True
         if options.ca_file is not None:
@@ -63,15 +70,20 @@ class Endpoint:
             if not ca_file.is_file():
                 raise ScorerError(f"{ca_file}: no such file (options.ca_file)")
             self._verify = str(ca_file)
-        self._key = ""
         if options.api_key_env is not None:
-            self._key = os.environ.get(options.api_key_env, "")
-            if not self._key:
-                raise ScorerError(
-                    f"environment variable {options.api_key_env} (options.api_key_env) is not set "
-                    "where the scorer runs"
-                )
-            self._session.headers["Authorization"] = f"Bearer {self._key}"
+            key = self._variable(options.api_key_env, "api_key_env")
+            self._session.headers["Authorization"] = (
+                key if key.startswith("Basic ") else f"Bearer {key}"
+            )
+
+    def _variable(self, name: str, option: str) -> str:
+        value = os.environ.get(name, "")
+        if not value:
+            raise ScorerError(
+                f"environment variable {name} (options.{option}) is not set where the scorer runs"
+            )
+        self._secrets += [value, quote(value, "")]
+        return value
 
     def post(self, payload: dict[str, Any]) -> Any:
         """The JSON that the endpoint answers.
@@ -96,9 +108,11 @@ class Endpoint:
         )
 
     def error(self, cause: str) -> ScorerError:
-        """Names the endpoint and the cause; the key is cut out."""
-        message = f"{self._url}: {cause}"
-        return ScorerError(message.replace(self._key, "***") if self._key else message)
+        """Names the endpoint and the cause; what came from the environment is cut out."""
+        message = f"{self._shown}: {cause}"
+        for secret in self._secrets:
+            message = message.replace(secret, "***")
+        return ScorerError(redacted(message))
 
     def _try(self, payload: dict[str, Any], deadline_s: float) -> Any:
         import requests

@@ -7,9 +7,12 @@ The package cannot live beside Ray. It scores picture by picture and is many tim
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -38,7 +41,7 @@ class Hpsv2Scorer(RewardScorer):
         architecture_config: str | None = None
         """JSON file of another model, named ``<architecture>.json``."""
         timeout_s: float = Field(600.0, gt=0)
-        """Longest wait for the process to load, and for an answer."""
+        """Longest wait for the process to load, and to take a request and answer it."""
 
     kind = "hpsv2"
 
@@ -69,11 +72,10 @@ class Hpsv2Scorer(RewardScorer):
         if self._child is None:
             self._start()
         data = pictures.contiguous().numpy().tobytes()
-        try:
+        with self._limited():
             self._pipe.send((data, list(pictures.shape), list(prompts)))
-        except OSError as error:
-            raise self._failure("ended") from error
-        return torch.tensor(self._answer()["scores"], dtype=torch.float32)
+            scores = self._answer()["scores"]
+        return torch.tensor(scores, dtype=torch.float32)
 
     def __del__(self) -> None:
         self._end()
@@ -86,16 +88,28 @@ class Hpsv2Scorer(RewardScorer):
             self._child = subprocess.Popen(
                 [*self._command, str(end)], stdout=self._log, stderr=self._log, pass_fds=[end]
             )
-        self._answer()
+        with self._limited():
+            self._answer()
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """A child that does not read stops the writing, as one that is silent stops the reading."""
+        assert self._child is not None
+        timer = Timer(self._timeout_s, self._child.kill)
+        end_s = time.monotonic() + self._timeout_s
+        timer.start()
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            is_late = time.monotonic() >= end_s
+            what = f"gave no answer within {self._timeout_s:g} s" if is_late else "ended"
+            raise self._failure(what) from error
+        finally:
+            timer.cancel()
 
     def _answer(self) -> dict[str, Any]:
-        try:
-            if not self._pipe.poll(self._timeout_s):
-                raise self._failure(f"gave no answer within {self._timeout_s:g} s")
-            # JSON: what comes back is not unpickled.
-            answer: dict[str, Any] = json.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise self._failure("ended") from error
+        # JSON: what comes back is not unpickled.
+        answer: dict[str, Any] = json.loads(self._pipe.recv_bytes())
         if "error" in answer:
             raise ScorerError(f"{CHILD.stem}: {answer['error']}")
         return answer

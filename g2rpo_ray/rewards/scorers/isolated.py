@@ -14,7 +14,7 @@ from g2rpo_ray.rewards.scorer import ScorerError
 HPSV2_PACKAGES = ("hpsv2==1.2.0", "clint", "args", "braceexpand", "webdataset")
 """Without their own dependencies: hpsv2 pins an old protobuf and pytest that it does not use."""
 VOCABULARY = "bpe_simple_vocab_16e6.txt.gz"
-TAIL_CHARACTERS = 600
+TAIL_CHARACTERS, LIMIT_S = 600, 600
 
 
 def make_hpsv2_environment(folder: Path) -> Path:
@@ -41,7 +41,12 @@ def make_hpsv2_environment(folder: Path) -> Path:
 
 
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ScorerError(f"{' '.join(command)} did not end within {LIMIT_S} s") from error
     if result.returncode != 0:
         output = (result.stdout + result.stderr)[-TAIL_CHARACTERS:]
         raise ScorerError(f"{' '.join(command)} failed: {output}")

@@ -13,6 +13,7 @@ from PIL import Image
 
 from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.common.formatting import NOTHING, format_seconds
+from g2rpo_ray.common.secrets import publishable
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import config_from_dict
 from g2rpo_ray.plan.arithmetic import arithmetic
@@ -83,7 +84,7 @@ def write_report(run_dir: Path) -> Path:
             ],
         ),
         what_was_run=_what_was_run(run),
-        settings=yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
+        settings=yaml.safe_dump(publishable(run.config), sort_keys=False, allow_unicode=True),
     )
     path = run_dir / "report.html"
     replace_text(path, page)
