@@ -104,6 +104,13 @@ def test_weights_must_match_the_rewards() -> None:
         integrate_advantages(torch.zeros(2, 1, 1, 4), [1.0] * 3, clamp=5.0, min_spread=0.0)
 
 
+def test_flags_must_match_the_rewards() -> None:
+    with pytest.raises(ValueError, match="1 flags 'required' given for 2 rewards"):
+        integrate_advantages(
+            torch.zeros(2, 1, 1, 4), [1.0] * 2, clamp=5.0, min_spread=0.0, required=[True]
+        )
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 4)])
 def test_advantages_need_members_to_compare(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="at least 2 members"):

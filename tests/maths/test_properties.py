@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from g2rpo_ray.maths.advantage import integrate_advantages
+from g2rpo_ray.maths.advantage import Combination, Normalisation, integrate_advantages
 from g2rpo_ray.maths.dpm_solver import dpm_solver_step
 from g2rpo_ray.maths.granularity import (
     Step,
@@ -30,6 +31,7 @@ from g2rpo_ray.maths.objective import (
 )
 from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.maths.sde import SdeKind, SdeStep, euler_step, predict_x0
+from g2rpo_ray.maths.step_choice import random_steps, window_stays
 
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("quick")
@@ -142,7 +144,44 @@ def test_the_way_to_combine_matters_where_one_scale_is_wider() -> None:
     added = integrate_advantages(wide, [1.0, 1.0], **common).values[0]  # type: ignore[arg-type]
     summed = integrate_advantages(wide, [1.0, 1.0], **common, combine="rewards")  # type: ignore[arg-type]
     torch.testing.assert_close(added, torch.zeros(2), rtol=0, atol=1e-6)
-    assert summed.values[0, 1] > 0.7
+    torch.testing.assert_close(summed.values[0], torch.tensor([-1.0, 1.0]) / math.sqrt(2))
+
+
+@pytest.mark.parametrize("normalisation", ["std", "mean_only"])
+@pytest.mark.parametrize("combine", ["advantages", "rewards"])
+def test_advantages_are_those_of_plain_python(
+    normalisation: Normalisation, combine: Combination
+) -> None:
+    """Equations 12 and 13 a number at a time: two rewards, two granularities, one member at most
+    is cut by the clamp."""
+    rewards, weights, clamp = normal(2, 2, 3, 4, seed=5), [0.5, 2.0], 2.0
+    table = rewards.tolist()
+    if combine == "rewards":
+        summed = [
+            [[sum(w * r[g][k][m] for w, r in zip(weights, table, strict=True)) for m in range(4)]
+             for k in range(3)]
+            for g in range(2)
+        ]  # fmt: skip
+        table, shares = [summed], [1.0]
+    else:
+        shares = weights
+    expected = torch.zeros(3, 4)
+    for share, reward in zip(shares, table, strict=True):
+        for granularity in reward:
+            for k, group in enumerate(granularity):
+                spread = stdev(group) if normalisation == "std" else 1.0
+                for m, value in enumerate(group):
+                    expected[k, m] += share * (value - fmean(group)) / spread
+    assert expected.abs().max() > clamp > expected.abs().median()
+    result = integrate_advantages(
+        rewards,
+        weights,
+        clamp=clamp,
+        min_spread=1e-6,
+        normalisation=normalisation,
+        combine=combine,
+    )
+    torch.testing.assert_close(result.values, expected.clamp(-clamp, clamp))
 
 
 @given(st.floats(-10, 10), st.floats(0, 1e-7))
@@ -153,6 +192,15 @@ def test_a_constant_group_gives_zero_and_is_counted(value: float, jitter: float)
     assert result.values.abs().max() == 0
     assert bool(result.constant.all())
     assert bool(result.valid.all())
+
+
+def test_constant_are_only_those_that_could_be_compared_and_do_not_differ() -> None:
+    flat, broken = torch.ones(4), torch.tensor([1.0, math.nan, 1.0, 1.0])
+    rewards = torch.stack([flat, torch.arange(4.0), broken])[None, None].repeat(2, 2, 1, 1)
+    result = integrate_advantages(rewards, [1.0, 1.0], clamp=5.0, min_spread=0.0)
+    assert result.constant.tolist() == [[[True, False, False]] * 2] * 2
+    one_step = integrate_advantages(rewards[:, :, :1], [1.0, 1.0], clamp=5.0, min_spread=0.0)
+    assert one_step.constant.tolist() == [[[True]] * 2] * 2
 
 
 # Stochastic steps
@@ -247,6 +295,26 @@ def test_the_normalised_log_ratio_is_the_noise_along_the_move(step: SdeStep, see
     torch.testing.assert_close(new - old, expected, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_health_is_that_of_plain_python(clip: float) -> None:
+    # Inside, at the edge of clip 0, out on both sides, with an advantage for, against and of none.
+    log_ratios = [0.05, 0.0, 0.3, 0.3, 0.3, -0.2, -0.2, -0.2]
+    advantages = [1.0, 1.0, 2.0, -1.0, 0.0, 1.0, -2.0, 0.0]
+    health = policy_health(torch.tensor(log_ratios), torch.tensor(advantages), clip)
+    assert health.ratio_mean == pytest.approx(fmean(map(math.exp, log_ratios)))
+    assert health.max_abs_log_ratio == pytest.approx(0.3)
+    assert health.approx_kl == pytest.approx(fmean(math.exp(x) - 1 - x for x in log_ratios))
+    assert health.clip_fraction_low == 1 / 8
+    assert health.clip_fraction_high == (2 if clip == 0 else 1) / 8
+
+
+def test_what_health_is_read_from_holds_no_graph() -> None:
+    log_prob = torch.zeros(4, requires_grad=True)
+    result = clipped_policy_loss(log_prob, torch.zeros(4), torch.ones(4), 0.1)
+    assert result.loss.requires_grad
+    assert not result.log_ratio.requires_grad
+
+
 @given(seeds, st.floats(0.05, 2))
 def test_the_kl_is_that_of_two_normal_distributions(seed: int, std: float) -> None:
     mean, reference = normal(2, 3, 4, 5, seed=seed)
@@ -333,6 +401,22 @@ def test_the_first_and_the_last_solver_step_are_euler_s(
     torch.testing.assert_close(last, x0)
 
 
+@given(seeds, st.floats(0.3, 0.9), st.floats(0.1, 0.9), st.floats(0.01, 0.09))
+def test_a_later_solver_step_is_the_published_one(
+    seed: int, sigma: float, share: float, before: float
+) -> None:
+    x, x0, x0_before = normal(3, 2, 4, 5, seed=seed)
+    sigma_next = share * sigma
+    l_before, l_now, l_next = (
+        math.log(1 - s) - math.log(s) for s in (sigma + before, sigma, sigma_next)
+    )
+    h, r = l_next - l_now, (l_now - l_before) / (l_next - l_now)
+    promised = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * x0_before
+    expected = sigma_next / sigma * x - (1 - sigma_next) * (math.exp(-h) - 1) * promised
+    found = dpm_solver_step(x, x0, sigma, sigma_next, (x0_before, sigma + before))
+    torch.testing.assert_close(found, expected)
+
+
 def test_the_solver_is_of_second_order() -> None:
     """On Gaussian data, where the velocity is known: x0 = x (1 - s) / ((1 - s)^2 + s^2)."""
 
@@ -353,3 +437,18 @@ def test_the_solver_is_of_second_order() -> None:
     errors = [abs(solve(steps, second_order=True) - exact) for steps in (20, 40)]
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.2)
     assert errors[0] < abs(solve(20, second_order=False) - exact) / 5
+
+
+# Which steps
+
+
+def test_a_window_stays_as_the_paper_says() -> None:
+    places = range(0, 8, 2)
+    assert window_stays("progressive", places, 25, 3, 0.5) == [25] * 4
+    # ceil(25 e^(-(place - 3) / 2)) behind place 3
+    assert window_stays("decaying", places, 25, 3, 0.5) == [25, 25, 16, 6]
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0.01, 1), (0.6, 14), (1.0, 24)])
+def test_a_share_of_the_steps_is_rounded_and_never_empty(fraction: float, count: int) -> None:
+    assert len(random_steps(0, 0, 24, fraction)) == count

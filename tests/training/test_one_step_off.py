@@ -10,22 +10,27 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.learner.group_training import StepRecord
 from g2rpo_ray.learner.ranks import GroupsLostError
-from g2rpo_ray.learner.update import UpdateReport
+from g2rpo_ray.learner.update import UpdateReport, update_on_groups
 from g2rpo_ray.maths.objective import PolicyHealth
-from g2rpo_ray.models.weights import WeightReceipt
+from g2rpo_ray.models.policy import load_policy
+from g2rpo_ray.models.weights import WeightReceipt, load_weights, trainable_parameters
 from g2rpo_ray.rollout.answers import RolloutSummary
+from g2rpo_ray.rollout.worker import RolloutWorker
 from g2rpo_ray.run.folder import Run
+from g2rpo_ray.sampling.group import RolloutGroup
 from g2rpo_ray.training.one_step_off import OneStepOffTrainer
 from g2rpo_ray.training.session import Session
 from g2rpo_ray.training.train import train_iteration
 from g2rpo_ray.training.trainer import Drawn
-from tests.tiny import tiny_config
+from tests.rollout.tiny import PlainEngine
+from tests.tiny import Redness, encode, tiny_config
 
 HEALTH = PolicyHealth(1.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -193,3 +198,88 @@ def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:
         tiny_config(tmp_path, "rollout.min_workers=3")
     with pytest.raises(ConfigError, match="max_workers 1"):
         tiny_config(tmp_path, "rollout.max_workers=1")
+
+
+class RealRoles(FakeRoles):
+    """A worker and a learner that compute, and what each update's first ratios have to be."""
+
+    def __init__(self, *overrides: str) -> None:
+        super().__init__()
+        self.may_learn.set()
+        self.config = config = tiny_config(Path("unused"), *overrides)
+        self.prompts = encode(config)
+        self.worker = RolloutWorker(config, Redness(sorted(config.rewards)))
+        self.engine = PlainEngine(load_policy(config), learning_rate=0.1)
+        self.reference = load_policy(config)
+        self.weights = {0: self.learned()}
+        """Of every version."""
+        self.expected: list[float] = []
+        """max |log ratio| before the first step of each update."""
+
+    def learned(self) -> dict[str, torch.Tensor]:
+        trained = trainable_parameters(self.engine.policy)
+        return {name: tensor.detach().clone() for name, tensor in trained.items()}
+
+    def generate(self, prompts: list[int], iteration: int, on_wait: Any) -> Any:  # noqa: ARG002
+        drawn = [self.worker.rollout(self.prompts[n], iteration, iteration) for n in prompts]
+        return [summary for summary, _ in drawn], [group for _, group in drawn]
+
+    def update(self, groups: list[Any]) -> UpdateReport:
+        (group,) = groups
+        self.expected.append(self.first_log_ratio(group))
+        report = update_on_groups(
+            self.engine,  # type: ignore[arg-type]
+            groups,
+            [1.0],
+            config=self.config,
+            prompts=1,
+            ranks=1,
+            device=torch.device("cpu"),
+        )
+        self.version += 1
+        self.weights[self.version] = self.learned()
+        return report
+
+    def sync(self) -> WeightReceipt:
+        return self.worker.receive_weights(self.version, self.weights[self.version])
+
+    @torch.no_grad()
+    def first_log_ratio(self, group: RolloutGroup) -> float:
+        """From velocities made anew: old ones with the version that the group names."""
+        log_probs = []
+        for version in (group.weight_version, self.version):
+            load_weights(self.reference, self.weights[version])
+            step, x = group.sde_steps[0], group.latents[0]
+            v = self.reference(x, torch.full((len(x),), step.sigma), group.prompt.embeds)
+            if version == group.weight_version:
+                assert torch.equal(group.velocities[0], v)
+            log_probs.append(step.log_prob(group.next_latents(0), step.mean(x, v)))
+        return float((log_probs[1] - log_probs[0]).abs().max())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.lora.rank=4"],
+        ["rollout.fp8=true"],
+        ["rollout.thin_completions=true"],
+        ["model.lora.rank=4", "rollout.fp8=true", "rollout.thin_completions=true"],
+        ["algorithm=flow_grpo"],
+    ],
+    ids="+".join,
+)
+def test_old_log_probabilities_are_those_of_the_groups_own_weights(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    """Even where others complete the pictures, in fewer steps or in float8."""
+    small = ["sampling.prompts_per_iteration=1", "sampling.members=2", "iterations=3"]
+    settings = [*overrides, *small, "learner.update=per_sde_step"]
+    roles = RealRoles(*settings)
+    loop = loop_of(tmp_path, roles, *settings)
+    values = [train_one(loop) for _ in range(3)]
+    assert [value["rollout/staleness"] for value in values] == [0, 1, 1]
+    found = [value["policy/first_max_abs_log_ratio"] for value in values]
+    assert found == roles.expected
+    assert found[0] == 0
+    assert min(found[1:]) > 1e-5
