@@ -174,12 +174,7 @@ def test_advantages_are_those_of_plain_python(
                     expected[k, m] += share * (value - fmean(group)) / spread
     assert expected.abs().max() > clamp > expected.abs().median()
     result = integrate_advantages(
-        rewards,
-        weights,
-        clamp=clamp,
-        min_spread=1e-6,
-        normalisation=normalisation,
-        combine=combine,
+        rewards, weights, clamp=clamp, min_spread=1e-6, normalisation=normalisation, combine=combine
     )
     torch.testing.assert_close(result.values, expected.clamp(-clamp, clamp))
 
