@@ -68,6 +68,9 @@ def evaluate(
         records = Records(folder, _request(config, rows, prompts))
     except BaseException:
         _unpin(set(pins.glob("*")) - before)
+        if not before and pins.is_dir():
+            # Else the folder would not be taken for a new one.
+            pins.rmdir()
         raise
     if missing := _missing(records, rows, prompts):
         for row in missing:

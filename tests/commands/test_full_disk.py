@@ -139,9 +139,15 @@ def test_evaluate(
     spoil: Callable[[], str],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     at_the_end: bool,
 ) -> None:
     command = "evaluate", runs["full"].run_dir, "--out", disk / "out", *CPU
+    message = failure_of(capsys, *command)
+    assert f"{disk / 'out' / 'weights' / 'last'}: cannot be written: No space" in message
+    assert not left(disk)
+    # Elsewhere the weights have room.
+    monkeypatch.setattr(evaluate, "PINS", str(tmp_path / "pins"))
     faults: list[str] = []
 
     def draw(_: Config, records: Records, rows: list[Row], prompts: list[tuple[int, str]]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.learner.checkpoints import format as checkpoint
+from g2rpo_ray.learner.checkpoints.fence import UNFENCED
 from g2rpo_ray.learner.checkpoints.folders import (
     SNAPSHOTS,
     checkpoint_folder,
@@ -385,9 +386,8 @@ def test_snapshots_go_when_a_checkpoint_is_there(tmp_path: Path) -> None:
 def test_two_snapshots_are_kept_whatever_is_kept_of_checkpoints(tmp_path: Path) -> None:
     # A run that bears the name of a snapshot folder: its checkpoints are none.
     run_dir = tmp_path / SNAPSHOTS
-    rank: Any = SimpleNamespace(
-        rank=0, config=tiny_config(run_dir, "checkpoint.keep_last=3", "learner.ranks=1")
-    )
+    config = tiny_config(run_dir, "checkpoint.keep_last=3", "learner.ranks=1")
+    rank: Any = SimpleNamespace(rank=0, config=config, _fence=UNFENCED)
     for folder in (run_dir, run_dir / SNAPSHOTS):
         for iteration in range(1, 6):
             target = checkpoint_folder(folder, iteration)

@@ -152,9 +152,9 @@ def test_the_way_to_combine_matters_where_one_scale_is_wider() -> None:
 def test_advantages_are_those_of_plain_python(
     normalisation: Normalisation, combine: Combination
 ) -> None:
-    """Equations 12 and 13 a number at a time: two rewards, two granularities, one member at most
-    is cut by the clamp."""
-    rewards, weights, clamp = normal(2, 2, 3, 4, seed=5), [0.5, 2.0], 2.0
+    """Equations 12 and 13 a number at a time: two rewards, two granularities, the clamp cuts
+    some."""
+    rewards, weights = normal(2, 2, 3, 4, seed=5), [0.5, 2.0]
     table = rewards.tolist()
     if combine == "rewards":
         summed = [
@@ -172,7 +172,8 @@ def test_advantages_are_those_of_plain_python(
                 spread = stdev(group) if normalisation == "std" else 1.0
                 for m, value in enumerate(group):
                     expected[k, m] += share * (value - fmean(group)) / spread
-    assert expected.abs().max() > clamp > expected.abs().median()
+    clamp = float(expected.abs().quantile(0.7))
+    assert expected.abs().max() > 1.1 * clamp
     result = integrate_advantages(
         rewards, weights, clamp=clamp, min_spread=1e-6, normalisation=normalisation, combine=combine
     )
@@ -298,7 +299,8 @@ def test_health_is_that_of_plain_python(clip: float) -> None:
     health = policy_health(torch.tensor(log_ratios), torch.tensor(advantages), clip)
     assert health.ratio_mean == pytest.approx(fmean(map(math.exp, log_ratios)))
     assert health.max_abs_log_ratio == pytest.approx(0.3)
-    assert health.approx_kl == pytest.approx(fmean(math.exp(x) - 1 - x for x in log_ratios))
+    kl = fmean(math.exp(x) - 1 - x for x in log_ratios)
+    assert health.approx_kl == pytest.approx(kl, rel=1e-5)
     assert health.clip_fraction_low == 1 / 8
     assert health.clip_fraction_high == (2 if clip == 0 else 1) / 8
 

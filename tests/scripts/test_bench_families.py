@@ -102,12 +102,12 @@ def test_rates_are_those_of_the_work_and_the_matrix_product(bench: ModuleType) -
     peaks = {"rollout worker 0": {"allocated_peak": 9.0}, "learner rank 0": {"host_peak": 4.0}}
     iteration = times | {
         "evaluations": 40, "passes": 2, "iteration_s": 3.5, "first_max_abs_log_ratio": 0.0,
-        "memory_gib": peaks,
+        "denoise_s": 1.8, "memory_gib": peaks,
     }  # fmt: skip
     found.content = {
         "plan": {
             "policy": {"evaluation_tflop": 20.0},
-            "configured": times | {"generate_s": 2.2},
+            "configured": times | {"generate_s": 2.2, "iteration_s": 3.7},
             "memory_gib": {"rollout worker": {"weights": 8.0, "activations": 0.5}}
             | {"learner rank": {"weights": 4.0}},
         },
@@ -118,7 +118,8 @@ def test_rates_are_those_of_the_work_and_the_matrix_product(bench: ModuleType) -
     }
     row = found.summary()
     assert row["evaluations/s"] == 20
+    assert row["evaluations: share of it"] == pytest.approx(0.8 / 0.9)
     assert row["generate: share of it"] == pytest.approx(0.8)
     assert row["iteration: share of it"] == pytest.approx(920 / 3.5 / 500)
-    assert row["planned generate_s"] == 2.2
+    assert (row["planned generate_s"], row["planned iteration_s"]) == (2.2, 3.7)
     assert (row["rollout worker 0, GiB"], row["planned rollout worker 0, GiB"]) == (9.0, 8.5)

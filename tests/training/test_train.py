@@ -95,6 +95,7 @@ def test_whatever_ends_a_run_what_is_being_written_becomes_whole(
     trainer = MagicMock(iteration=0, is_last=phase == "finish", stop=stop)
     trainer.roles.learner = learner
     trainer.let_write = lambda cause: Trainer.let_write(trainer, cause)
+    trainer.learn.return_value = (MagicMock(), MagicMock())
     getattr(trainer, phase).side_effect = error
     # A state that cannot be written does not hide what ended the run.
     learner.let_write.side_effect = RunError("no room")
