@@ -151,9 +151,11 @@ def commit_checkpoint(
         deadline_s = time.monotonic() + timeout_s
         while missing := [rank for rank, note in enumerate(notes) if not note.exists()]:
             if not temporary.is_dir():
-                raise CheckpointError(
-                    f"{folder}: learner ranks {missing} have given up, see theirs"
-                )
+                # Newer ranks take away what older ones have not finished: that is told then.
+                with fence.held():
+                    raise CheckpointError(
+                        f"{folder}: learner ranks {missing} have given up, see theirs"
+                    )
             if time.monotonic() > deadline_s:
                 raise CheckpointError(
                     f"{folder}: learner ranks {missing} wrote no part within {timeout_s:g} s "
