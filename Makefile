@@ -10,7 +10,7 @@ CONFIG ?= configs/quickstart.yaml
 # and its Ray cluster.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help quickstart test test-long lint format clean constraints
+.PHONY: help quickstart test test-long lint docs format clean constraints
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -29,6 +29,9 @@ lint: $(VENV)/.installed-dev  ## ruff (lint and format), mypy, and the order of 
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+docs: $(VENV)/.installed-dev  ## build the documentation site into build/site
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.installed-dev  ## format the code
 	$(BIN)/ruff check --fix .

@@ -95,7 +95,8 @@ def gaussian_kl(mean: Tensor, reference_mean: Tensor, std: float) -> Tensor:
     """KL of two Gaussians of equal std, ``(mean - reference)^2 / (2 std^2)``, element mean.
 
     Args:
-        mean, reference_mean: ``[..., tokens, channels]`` means of the same stochastic step.
+        mean: ``[..., tokens, channels]``, of the policy's stochastic step.
+        reference_mean: the same of the reference's.
 
     Returns:
         Scalar: mean over every element (arXiv 2505.05470, section 4.1, per element).
@@ -114,7 +115,8 @@ def normalise_log_prob(log_prob: Tensor, mean: Tensor, old_mean: Tensor, std: fl
 
     Args:
         log_prob: ``[M]``.
-        mean, old_mean: ``[..., tokens, channels]``, broadcast to the members.
+        mean: ``[..., tokens, channels]``, broadcast to the members.
+        old_mean: likewise, of the weights that drew them.
     """
     bias = ((mean - old_mean) ** 2).mean(dim=(-2, -1)) / (2 * std**2)
     return std * (log_prob + bias)

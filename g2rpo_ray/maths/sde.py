@@ -107,7 +107,8 @@ class SdeStep:
         that suits one form does not suit the other.
 
         Args:
-            next_x, mean: ``[..., tokens, channels]``, broadcast against each other, float32+.
+            next_x: ``[..., tokens, channels]``, float32 or wider.
+            mean: the same, broadcast against it.
 
         Returns:
             ``[...]``: the mean over tokens and channels.

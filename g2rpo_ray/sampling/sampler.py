@@ -81,7 +81,8 @@ class Sampler:
 
         Args:
             start: float32 ``[B, tokens, channels]``: noise, or the latents at ``first``.
-            first, last: schedule indices to walk between; the whole schedule by default.
+            first: schedule index to walk from.
+            last: schedule index to walk to; the schedule's end by default.
         """
         indices = range(first, (self.steps if last is None else last) + 1)
         return self.walk(start, indices, {}, indices, embeds)

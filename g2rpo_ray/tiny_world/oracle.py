@@ -56,7 +56,8 @@ def _inside(x: _Grid, y: _Grid) -> npt.NDArray[np.bool_]:
     """Which points lie in each of SHAPES.
 
     Args:
-        x, y: from the shape's centre of mass, in its radii, float [4, H, W].
+        x: from the shape's centre of mass, in its radii, float [4, H, W].
+        y: likewise.
 
     Returns:
         bool [4, H, W]
