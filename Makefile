@@ -31,7 +31,7 @@ lint: $(VENV)/.installed-dev  ## ruff (lint and format), mypy, and the order of 
 	$(BIN)/lint-imports --no-cache
 
 docs: $(VENV)/.installed-dev  ## build the documentation site into build/site
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.installed-dev  ## format the code
 	$(BIN)/ruff check --fix .
