@@ -22,7 +22,7 @@ from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run.scores import best_evaluated, heldout_before_after
 from g2rpo_ray.run.versions import versions
 from g2rpo_ray.tracking.progress import print_table
-from g2rpo_ray.tracking.report.page import write_report
+from g2rpo_ray.tracking.report.live import LiveReport
 from g2rpo_ray.training.activity import Activity
 from g2rpo_ray.training.collect import rollout_metrics, update_metrics
 from g2rpo_ray.training.heldout import HeldoutEvaluation
@@ -57,6 +57,7 @@ class Trainer:
         """Iteration of the last checkpoint."""
         self.heldout = HeldoutEvaluation(session, roles)
         self.activity = Activity(roles, self.heldout)
+        self.report = LiveReport(session.run.folder, session.note)
         batch = config.sampling.prompts_per_iteration
         self.order = PromptOrder(len(session.train_prompts), config.seed, batch)
         self._encoded: dict[int, list[ray.ObjectRef]] = {}
@@ -182,6 +183,7 @@ class Trainer:
         if learner.saved_unix_s is not None:
             session.log.live({"run/checkpoint_unix_s": learner.saved_unix_s})
         session.progress.iteration(self.iteration, values)
+        self.report.renew()
 
     def evaluate(self) -> None:
         """Have the weights of now judged on the held-out prompts."""
@@ -229,7 +231,7 @@ class Trainer:
             f"its state was on the disk {time.monotonic() - request.received_s:.1f} s after the "
             "signal; --resume auto continues from there"
         )
-        write_report(self.session.run.folder)
+        self.report.write_last()
 
     def finish(self) -> None:
         """The last checkpoint and evaluation, summary.json, the table and the report."""
@@ -252,8 +254,9 @@ class Trainer:
             "versions": versions(),
         }
         replace_text(folder / "summary.json", json.dumps(summary, indent=1))
-        print_table(summary, write_report(folder))
+        print_table(summary, self.report.write_last())
 
     def close(self) -> None:
         """Give up what is under way."""
         self.heldout.close()
+        self.report.close()

@@ -6,13 +6,16 @@ import shutil
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from g2rpo_ray.config.operation import TrackingSection
 from g2rpo_ray.tracking.metrics import MetricsLog
 from g2rpo_ray.tracking.report.charts import Scale, Series, line_chart, stacked_bars
+from g2rpo_ray.tracking.report.live import LEAST_PAUSE_S, LiveReport
 from g2rpo_ray.tracking.report.page import write_report
 from tests.tracking.fake_run import CONFIG, PROMPTS, add_pictures, make_run
 
@@ -26,6 +29,7 @@ class Page(HTMLParser):
         super().__init__()
         self.tags: list[str] = []
         self.references: list[str] = []
+        self.links: list[str] = []
         self.text = ""
         self._open: list[str] = []
         self.source = path.read_text(encoding="utf-8")
@@ -39,7 +43,9 @@ class Page(HTMLParser):
             self._open.append(tag)
         for name, value in attrs:
             assert not name.startswith("on"), f"{tag} has the handler {name}"
-            if name in {"src", "href", "srcset", "data", "xlink:href"}:
+            if (tag, name) == ("a", "href"):
+                self.links.append(value or "")
+            elif name in {"src", "href", "srcset", "data", "xlink:href"}:
                 self.references.append(value or "")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -58,6 +64,7 @@ def read_page(path: Path) -> Page:
     """Parse a report and check that it needs nothing but itself."""
     page = Page(path)
     assert all(reference.startswith("data:image/") for reference in page.references)
+    assert all((path.parent / unquote(link)).is_file() for link in page.links)
     assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
     style = page.source.partition("</style>")[0]
     assert "url(" not in style
@@ -77,7 +84,7 @@ def test_a_finished_run_is_shown_whole(tmp_path: Path) -> None:
         "before training", "after iteration 40", "Largest |Δlog p|", "0.250 → 1.000", *PROMPTS,
     ):  # fmt: skip
         assert text in page.text, text
-    assert len(page.references) == 2 * len(PROMPTS)
+    assert len(page.references) == len(page.links) == 2 * len(PROMPTS)
     assert page.tags.count("svg") == 3 + 6 + 1
 
 
@@ -226,3 +233,84 @@ def test_many_iterations_become_few_bars() -> None:
 
 def test_one_constant_point_can_be_drawn() -> None:
     assert "<circle" in line_chart("Loss", [Series("loss", "#000", [(1, 0.0)])])
+
+
+def test_many_large_pictures_become_smaller_ones(tmp_path: Path) -> None:
+    """Noise is the worst that a JPEG can be given."""
+    prompts = [f"prompt {number}" for number in range(40)]
+    run_dir = make_run(tmp_path / "large", prompts=prompts)
+    noise = np.random.default_rng(0).integers(0, 256, (720, 720, 3), np.uint8)
+    files = sorted((run_dir / "pictures").rglob("*.png"))
+    Image.fromarray(noise).save(files[0], compress_level=0)
+    for file in files[1:]:
+        file.unlink()
+        file.hardlink_to(files[0])
+    report = write_report(run_dir)
+    assert report.stat().st_size < 10 * 10**6
+    page = read_page(report)
+    assert len(page.references) == 80
+    with Image.open(run_dir / unquote(page.links[0])) as picture:
+        assert picture.size == (720, 720)
+
+
+def test_the_report_of_a_run_that_goes_on_loads_itself_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, told = make_run(tmp_path / "live"), list[str]()
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    summary = (run_dir / "summary.json").read_text()
+    (run_dir / "summary.json").unlink()
+    page = LiveReport(run_dir, told.append)
+    page.renew()
+    source = (run_dir / "report.html").read_text()
+    assert 'http-equiv="refresh"' in source
+    assert "Not everything is here" not in source
+    (run_dir / "report.html").unlink()
+    # Not for every iteration of a fast run.
+    now_s += LEAST_PAUSE_S / 2
+    page.renew()
+    assert not (run_dir / "report.html").exists()
+    now_s += LEAST_PAUSE_S
+    page.renew()
+    page.close()
+    # What broke off waits for nothing.
+    broken = (run_dir / "report.html").read_text()
+    assert 'http-equiv="refresh"' not in broken
+    assert "There is no summary.json" in broken
+    (run_dir / "summary.json").write_text(summary)
+    assert page.write_last().read_text().count("refresh") == 0
+    page.close()
+    assert told == [f"report, renewed while the run goes on: {run_dir / 'report.html'}"]
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "report.html").mkdir()
+    page = LiveReport(tmp_path, told.append)
+    page.renew()
+    page.close()
+    assert len(told) == 1
+    assert told[0].startswith("warning: the report is not renewed: ")
+    with pytest.raises(OSError):
+        page.write_last()
+
+
+def test_a_costly_report_is_written_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, written_at_s = 0.0, list[float]()
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+
+    def write(run_dir: Path, _live: bool) -> Path:
+        nonlocal now_s
+        written_at_s.append(now_s)
+        now_s += 3.0
+        return run_dir
+
+    monkeypatch.setattr("g2rpo_ray.tracking.report.live.write_report", write)
+    page = LiveReport(tmp_path, print)
+    for _ in range(1000):
+        page.renew()
+        now_s += 1.0
+    # Three seconds in each 153.
+    assert written_at_s == [pytest.approx(153 * n, abs=2 * n) for n in range(len(written_at_s))]
+    assert len(written_at_s) == 7

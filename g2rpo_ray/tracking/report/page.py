@@ -2,10 +2,12 @@
 
 import base64
 import io
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 from markupsafe import Markup
@@ -29,8 +31,10 @@ ROLES = {
     "generate": BLUE, "learn": ORANGE, "sync": GREEN, "evaluate": PURPLE, "checkpoint": RED,
 }  # fmt: skip
 """What the driver waits for (``time/<role>_s``), with its colour."""
-LARGEST_SIDE = 384
-"""Pictures are embedded at most so large, in pixels: the report stays small."""
+SIDES = (384, 256, 192, 128, 96)
+"""Longer sides of embedded pictures, in pixels: the largest with which all of them fit."""
+EMBEDDED_BYTES = 8 * 10**6
+"""Of all pictures of a report."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Picture:
     """A picture to embed, or why there is none."""
 
     url: str = ""
+    file: str = ""
+    """The picture at its own size, as a URL from the report's folder."""
     small: bool = False
     """Enlarged with sharp pixels."""
     absent: str = ""
@@ -54,21 +60,26 @@ class Prompt:
     """By reward, trained ones first: one score for each picture."""
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, live: bool = False) -> Path:
     """Write ``report.html`` from what the run folder holds, and return its path.
 
     A part of the folder that is missing or broken is named in the report; the rest is shown.
+
+    Args:
+        live: the run goes on; the page loads itself again from time to time.
     """
     run = read_run_folder(run_dir)
     iterations = sorted({record["iteration"] for record in run.records})
     spent = _seconds_by_role(run, iterations)
-    broken_off = not run.summary and len(run.evaluated) > 1
+    unfinished = not run.summary and len(run.evaluated) > 1
     page = render(
         "report.html",
         name=run_dir.resolve().name,
         run=run,
+        missing=[] if live else run.missing,
+        renewed=time.strftime("%H:%M:%S UTC", time.gmtime()) if live else None,
         facts=_facts(run),
-        after=f"iteration {run.evaluated[-1]}" if broken_off else "after",
+        after=f"iteration {run.evaluated[-1]}" if unfinished else "after",
         prompts=_prompts(run),
         reward_charts=[_reward_chart(run, name) for name in run.rewards],
         policy_charts=_policy_charts(run),
@@ -110,7 +121,15 @@ def _facts(run: RunFolder) -> dict[str, Any]:
 
 
 def _prompts(run: RunFolder) -> list[Prompt]:
-    """What was drawn first and last, prompt by prompt."""
+    """What was drawn first and last, prompt by prompt; smaller where there are many pictures."""
+    for side in SIDES:
+        prompts = _prompts_with(run, side)
+        if sum(len(p.url) for one in prompts for p in one.pictures.values()) <= EMBEDDED_BYTES:
+            break
+    return prompts
+
+
+def _prompts_with(run: RunFolder, side: int) -> list[Prompt]:
     shown = run.pictures[:1] + run.pictures[1:][-1:]
     prompts = []
     for place in dict.fromkeys(place for drawn in shown for place in drawn.by_place()):
@@ -120,7 +139,7 @@ def _prompts(run: RunFolder) -> list[Prompt]:
             Prompt(
                 text=next(entry["prompt"] for entry in entries if entry),
                 pictures={
-                    drawn.iteration: _picture(drawn.folder, entry)
+                    drawn.iteration: _picture(run.path, drawn.folder, entry, side)
                     for drawn, entry in zip(shown, entries, strict=True)
                 },
                 scores={
@@ -132,7 +151,7 @@ def _prompts(run: RunFolder) -> list[Prompt]:
     return prompts
 
 
-def _picture(folder: Path, entry: Mapping[str, Any] | None) -> Picture:
+def _picture(run_dir: Path, folder: Path, entry: Mapping[str, Any] | None, side: int) -> Picture:
     if entry is None:
         return Picture(absent="not drawn")
     path = (folder / entry["file"]).resolve()
@@ -145,13 +164,15 @@ def _picture(folder: Path, entry: Mapping[str, Any] | None) -> Picture:
         return Picture(absent=f"{path.name} is missing")
     except (OSError, SyntaxError) as error:  # Pillow's ways to say that a file is broken
         return Picture(absent=f"{path.name} cannot be read: {error}")
-    return Picture(_data_url(picture), small=max(picture.size) < PIXELATED_BELOW)
+    file = quote(str(path.relative_to(run_dir.resolve())))
+    small = max(picture.size) < PIXELATED_BELOW
+    return Picture(_data_url(picture, side), file, small)
 
 
-def _data_url(picture: Image.Image) -> str:
+def _data_url(picture: Image.Image, side: int) -> str:
     file = io.BytesIO()
-    if max(picture.size) > LARGEST_SIDE:
-        picture.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+    if max(picture.size) > side:
+        picture.thumbnail((side, side))
         picture.save(file, "JPEG", quality=88)
         kind = "jpeg"
     else:
