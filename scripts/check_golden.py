@@ -19,7 +19,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import measuring
 from g2rpo_ray.maths.advantage import integrate_advantages
@@ -155,11 +155,27 @@ def loss_and_gradient(golden: Golden) -> Errors:
         yield relative_error(v.grad, golden.math[f"loss.{clip}.grad"])
 
 
+class TimeSines(nn.Module):
+    """FLUX.1's sines of the timestep, of the phases that it has in float32, alike on every CPU.
+
+    Phases are up to 1000 (timestep) times ``exp`` in float32, whose last bit differs between CPUs:
+    6e-5 in a phase, and up to 1e-5 in the latents. Here ``exp`` is correctly rounded.
+    """
+
+    def forward(self, timestep: Tensor) -> Tensor:
+        """float ``[B]`` to float64 ``[B, 256]``."""
+        exponents = -math.log(10_000) * torch.arange(128, dtype=torch.float32) / 128
+        phases = (timestep.float()[:, None] * exponents.double().exp().float()).double()
+        return torch.cat([phases.cos(), phases.sin()], dim=-1)
+
+
 def whole_rollout(golden: Golden) -> Errors:
-    """Our batched engine with shared prefixes against latents made one at a time."""
-    spec, numbers = golden.spec["rollout"], golden.rollout
+    """Our batched engine with shared prefixes, in float64, against latents made one at a time."""
+    spec = golden.spec["rollout"]
+    numbers = {name: tensor.double() for name, tensor in golden.rollout.items()}
     transformer = FluxTransformer2DModel(**spec["transformer_config"])
     transformer.load_state_dict(golden.transformer)
+    transformer.double().time_text_embed.time_proj = TimeSines()
     shape = LatentShape(
         spec["latent_height"], spec["latent_width"], spec["transformer_config"]["in_channels"]
     )

@@ -1,5 +1,6 @@
 """What a run asks of a Ray cluster, what the cluster has, and what is missing."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -111,11 +112,24 @@ def living_nodes() -> list[Node]:
     )
 
 
+def _ray_status() -> str:
+    """The text of ``ray status``, of both versions of Ray's autoscaler."""
+    address = ray.get_runtime_context().gcs_address
+    return debug_status(_internal_kv_get(DEBUG_AUTOSCALING_STATUS), b"", address=address)
+
+
+def has_autoscaler() -> bool:
+    """Whether somebody may add nodes: an autoscaler's have types, others Ray names by their ids.
+
+    Nodes that say a type themselves, as KubeRay's may, are taken for an autoscaler's.
+    """
+    there = _ray_status().partition("Active:")[2].partition("Pending:")[0]
+    return re.search(r"^ *\d+ (?!node_[0-9a-f]{56}$)", there, re.MULTILINE) is not None
+
+
 def autoscaler_says() -> str:
     """Nodes that Ray's autoscaler has ordered or failed to get, as ``ray status`` has them."""
-    address = ray.get_runtime_context().gcs_address
-    text = debug_status(_internal_kv_get(DEBUG_AUTOSCALING_STATUS), b"", address=address)
-    ordered, _, rest = text.partition("Pending:")[2].partition("Recent failures:")
+    ordered, _, rest = _ray_status().partition("Pending:")[2].partition("Recent failures:")
     failed = rest.partition("Resources")[0]
     told = [
         (word, " ".join(said.split())) for word, said in (("ordered", ordered), ("failed", failed))

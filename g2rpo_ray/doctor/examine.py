@@ -5,7 +5,7 @@ from collections.abc import Callable
 import ray
 
 from g2rpo_ray.cluster.connect import ray_cluster
-from g2rpo_ray.cluster.demand import ClusterError, living_nodes
+from g2rpo_ray.cluster.demand import ClusterError, has_autoscaler, living_nodes
 from g2rpo_ray.cluster.private import PrivateRayError, ray_folder
 from g2rpo_ray.config import Config
 from g2rpo_ray.config.operation import ClusterSection
@@ -55,7 +55,7 @@ def _examine_cluster(
         what, remedy = f"{folder}. {reason}", "set RAY_TMPDIR if its sessions shall lie elsewhere"
         findings.append(warn_if(bool(reason), "ray folder", what.rstrip(". "), remedy))
     if config:
-        findings += check_room(config, list(nodes.values()))
+        findings += check_room(config, list(nodes.values()), not private and has_autoscaler())
     probes = {name: start_probe(node) for name, node in nodes.items()}
     remedy = (
         "that node's Python must import g2rpo_ray and what it needs: install the same image or "

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import httpx2
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import tqdm
 
@@ -22,6 +21,9 @@ from g2rpo_ray.common.formatting import format_size
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.catalogue import CATALOGUE, DownloadError, Source, Target, targets_of
+
+CLIENT_ERROR: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+"""Of all its HTTP client's errors and its own: httpx's up to version 1, httpx2's since 2."""
 
 
 class OfflineError(DownloadError):
@@ -268,7 +270,7 @@ def _explained(source: Source) -> Iterator[None]:
     except errors.LocalEntryNotFoundError as error:
         # That it is not on the disk, either, is no news; why it did not come is.
         raise _in_words(source, error.__cause__) from None
-    except (errors.HfHubHTTPError, ConnectionError, httpx2.TransportError) as error:
+    except (CLIENT_ERROR, ConnectionError) as error:
         raise _in_words(source, error) from None
 
 

@@ -205,7 +205,7 @@ class Sampler:
     def _velocity(
         self, evaluate: Evaluator, x: Tensor, indices: list[int], embeds: Conditioning
     ) -> Tensor:
-        return evaluate(x, self.sigmas[indices].to(x.device, torch.float32), embeds)
+        return evaluate(x, self.sigmas[indices].to(x), embeds)
 
 
 def _next_queue(queues: Mapping[Evaluator, list[_Pending]]) -> Evaluator:

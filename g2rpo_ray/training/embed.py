@@ -5,7 +5,8 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 
 from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import Demand, living_nodes, shortage
+from g2rpo_ray.cluster.placement import placed
 from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.files import check_room, replace_text, replacing, sha256_of_file, writing
@@ -73,7 +75,9 @@ def embed(
     Shards that ``folder`` has already are not made again.
 
     Raises:
-        EmbedError: ``folder`` holds something else, or its disk is too small.
+        EmbedError: ``folder`` holds something else, its disk is too small, or a private Ray has no
+            room for the workers.
+        ClusterError: another Ray has none for them within ``cluster.start_timeout_s``.
         PromptFileError, SelectionError: the prompts cannot be used.
         RunError: a worker failed.
     """
@@ -124,9 +128,11 @@ def _encode(
     total, done, started_s = sum(map(len, shards.values())), 0, None
     with (
         StopSignal("finished shards stay; the same command goes on from there") as stop,
-        ray_cluster(config.cluster),
+        ray_cluster(config.cluster) as private,
         (folder / FINISHED).open("a", encoding="utf-8") as log,
     ):
+        options = replace(options, workers=min(options.workers, len(shards)))
+        _await_room(config, options, private)
         for row in _shard_rows(config, folder, shards, options):
             finished[row["shard"]] = row
             with writing(folder / FINISHED):
@@ -144,23 +150,33 @@ def _encode(
             stop.check()
 
 
+def _await_room(config: Config, options: EmbedOptions, private: bool) -> None:
+    """Wait until the cluster has room for the workers; an autoscaler adds nodes for them."""
+    resources = {"CPU": options.cpus_per_worker, "GPU": options.gpus_per_worker}
+    demand = Demand("--workers", options.workers, resources)
+    if private:
+        # Nothing will join it.
+        if reasons := shortage([demand], living_nodes()):
+            raise EmbedError(" ".join(reasons))
+    elif any(resources.values()):
+        # Given back at once: Ray Data starts the workers there.
+        with placed([demand], [], config.cluster.start_timeout_s, partial(print, flush=True)):
+            pass
+
+
 def _shard_rows(
     config: Config, folder: Path, shards: dict[int, list[str]], options: EmbedOptions
 ) -> Iterator[dict[str, Any]]:
     """What each worker says of its shards, as they are finished, in any order."""
     import ray.data
 
-    resources = {"CPU": options.cpus_per_worker, "GPU": options.gpus_per_worker}
-    reasons = shortage([Demand("--workers", options.workers, resources)], living_nodes())
-    if reasons:
-        raise EmbedError(" ".join(reasons))
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     rows = [{"shard": number, "texts": texts} for number, texts in shards.items()]
     encoded = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         ShardEncoder,
         fn_constructor_args=(config, folder.absolute(), options.gpus_per_worker),
-        compute=ray.data.ActorPoolStrategy(size=min(options.workers, len(rows))),
+        compute=ray.data.ActorPoolStrategy(size=options.workers),
         num_cpus=options.cpus_per_worker,
         num_gpus=options.gpus_per_worker,
     )

@@ -19,8 +19,8 @@ import pytest
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.cluster.autoscaling import IDLE_NODE_S, Autoscaled, autoscaled
-from tests.integration.command import TIMEOUT_S, Command, train, wait_until
-from tests.tiny import tiny_config
+from tests.integration.command import TIMEOUT_S, Command, g2rpo, train, wait_until
+from tests.tiny import CAPTIONS, tiny_config
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -257,6 +257,30 @@ def take_away(raylet: psutil.Process) -> None:
     for process in [raylet, *raylet.children(recursive=True)]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+def test_embed_and_doctor_count_on_nodes_that_can_come(cluster: Autoscaled, tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path / "run", *SETTINGS, *ELASTIC, f"cluster.address={cluster.address}"
+    )
+    doctor = g2rpo("doctor", config, "--json=found.json", RAY_AUTH_MODE="disabled")
+    assert doctor.wait() in (0, 1), doctor.text
+    findings = json.loads((doctor.folder / "found.json").read_text())["findings"]
+    (room,) = [finding for finding in findings if finding["check"] == "room"]
+    assert room["level"] == "WARN"
+    assert "an autoscaler may add nodes" in room["remedy"]
+    (tmp_path / "prompts.txt").write_text("\n".join(CAPTIONS))
+    cut = ("--workers=3", "--cpus-per-worker=1", "--shard-size=1")
+    embed = g2rpo(
+        "embed", config, str(tmp_path / "prompts.txt"), f"--out={tmp_path / 'embedded'}", *cut,
+        RAY_AUTH_MODE="disabled",
+    )  # fmt: skip
+    timeline = Timeline(cluster, tmp_path / "run")
+    finish(embed, timeline)
+    print(f"{embed.text}\nnodes: {[(moment.at_s, moment.nodes) for moment in timeline.moments]}")
+    assert "4 prompts, " in embed.text
+    assert timeline.most("nodes") == 3
+    assert cluster.asked_for() == []
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -1,9 +1,17 @@
 """Room for a run: what is short is named at once, waiting is said and ends, secrets stay."""
 
 import re
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+from ray.autoscaler._private.autoscaler import AutoscalerSummary
+from ray.autoscaler._private.load_metrics import LoadMetricsSummary
+from ray.autoscaler._private.util import format_info_string
+from ray.autoscaler.v2.schema import Stats
+from ray.autoscaler.v2.utils import ClusterStatusFormatter, ClusterStatusParser
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply, NodeState, NodeStatus
 
 from g2rpo_ray.cluster import connect, demand, placement
 from g2rpo_ray.cluster.connect import ray_cluster, worker_environment
@@ -119,6 +127,48 @@ def test_workers_get_only_what_the_list_lets_through(monkeypatch: pytest.MonkeyP
 def test_the_whole_environment_is_no_list(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cluster.environment.*would pass on everything"):
         tiny_config(tmp_path, "cluster.environment=['*']")
+
+
+BY_HAND = "ab" * 28
+"""A node's id, after which Ray names a node that nobody gave a type."""
+
+
+def status_1(node_type: str) -> str:
+    """``ray status`` of one node under version 1 of the autoscaler, in Ray's own words."""
+    load = LoadMetricsSummary({"CPU": (0, 1)}, [], [], [], [])  # type: ignore[arg-type]
+    nodes = AutoscalerSummary({node_type or f"node_{BY_HAND}": 1}, {}, [], {}, [])
+    return str(format_info_string(load, nodes, time=datetime.now()))
+
+
+def status_2(node_type: str, state: int = NodeStatus.RUNNING) -> str:
+    """The same under version 2."""
+    reply, node_id = GetClusterStatusReply(), bytes.fromhex(BY_HAND)
+    reply.cluster_resource_state.node_states.append(
+        NodeState(node_id=node_id, ray_node_type_name=node_type, status=state)
+    )
+    stats = Stats(gcs_request_time_s=0.0, request_ts_s=0.0)
+    parsed = ClusterStatusParser.from_get_cluster_status_reply(reply, stats)
+    return str(ClusterStatusFormatter.format(parsed))
+
+
+@pytest.mark.parametrize("node_type", ["", "ray.head.default", "node_group"])
+@pytest.mark.parametrize(
+    "status",
+    [status_1, status_2, lambda kind: status_2(kind, NodeStatus.IDLE)],
+    ids=["1", "2", "2 idle"],
+)
+def test_nodes_of_an_autoscaler_are_told_from_those_started_by_hand(
+    status: Callable[[str], str], node_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = status(node_type)
+    assert (node_type or BY_HAND) in text
+    monkeypatch.setattr(demand, "_ray_status", lambda: text)
+    assert demand.has_autoscaler() is bool(node_type)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_private_ray_has_no_autoscaler() -> None:
+    assert not demand.has_autoscaler()
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -111,9 +111,15 @@ def test_clocks() -> None:
 def test_room(tmp_path: Path) -> None:
     free = node()
     assert bad(check_room(tiny_config(tmp_path), [free])) == []
-    (finding,) = bad(check_room(tiny_config(tmp_path, "learner.gpus_per_rank=2"), [free]))
+    large = tiny_config(tmp_path, "learner.gpus_per_rank=2")
+    (finding,) = bad(check_room(large, [free]))
     assert finding.level == Level.FAIL
     assert "learner.ranks=2 asks for 4" in finding.remedy
+    (finding,) = bad(check_room(large, [free], grows=True))
+    assert finding.level == Level.WARN
+    for part in ("an autoscaler may add nodes", "waits 120 s", "learner.ranks=2 asks for 4"):
+        assert part in finding.remedy
+    assert bad(check_room(tiny_config(tmp_path), [free], grows=True)) == []
     (finding,) = bad(check_room(tiny_config(tmp_path, "learner.gpus_per_rank=1"), [node(free=1.0)]))
     assert finding.level == Level.WARN
     (finding,) = bad(check_room(tiny_config(tmp_path, "cluster.min_nodes=2"), [free]))

@@ -76,12 +76,17 @@ def train(config: Config, *options: str, **variables: str) -> Command:
     Args:
         variables: added to its environment.
     """
+    return g2rpo("train", config, *options, **variables)
+
+
+def g2rpo(name: str, config: Config, *options: str, **variables: str) -> Command:
+    """The same of any ``g2rpo NAME CONFIG``."""
     folder = Path(tempfile.mkdtemp(dir=Path(config.run_dir).parent)).resolve()
     save_config(config, folder / "settings.yaml")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     with (folder / "log").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "g2rpo_ray.cli", "train", "settings.yaml", *options],
+            [sys.executable, "-m", "g2rpo_ray.cli", name, "settings.yaml", *options],
             cwd=folder,
             env=environment | {"PYTHONPATH": python_path()} | variables,
             stdin=subprocess.DEVNULL,

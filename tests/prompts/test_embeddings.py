@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from g2rpo_ray.cluster import placement
+from g2rpo_ray.cluster.demand import ClusterError
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.config import Config
@@ -249,6 +251,26 @@ def test_a_full_disk_is_said_before_anything_is_encoded(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(DiskError, match=r"fewer with --limit.* takes \d+ kB, and 1 kB are free"):
         run(tiny_config(tmp_path), str(text_file(tmp_path)), tmp_path / "o", Selection(), OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("private", "error", "waits"), [(True, EmbedError, False), (False, ClusterError, True)]
+)
+def test_room_for_the_workers_is_waited_for_where_it_can_come(
+    private: bool,
+    error: type[Exception],
+    waits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(embed_module, "ray_cluster", lambda _: nullcontext(private))
+    monkeypatch.setattr(placement, "FIRST_LINE_S", 0.0)
+    config = tiny_config(tmp_path, "cluster.start_timeout_s=1")
+    options = EmbedOptions(workers=9, cpus_per_worker=5, shard_size=1)
+    with pytest.raises(error, match="wants 35 CPU and the cluster has 8: --workers=7 asks for 35"):
+        embed(config, str(text_file(tmp_path)), tmp_path / "out", Selection(), options)
+    assert ("waiting for room, 0 of 1 s: wanted 35 CPU" in capsys.readouterr().out) is waits
 
 
 def test_a_folder_of_something_else_is_left_alone(

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.scripts.loading import load_script
@@ -19,6 +20,9 @@ SECTIONS = [
     "loss and gradient",
     "whole rollout",
 ]
+ROLLOUT = 2e-6
+"""The golden numbers' own float32: two of 128 frequencies that their CPU rounded by one bit move the
+latents by 1.6e-6. Ours are float64, alike to 1e-15 on another CPU's kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,7 @@ def script() -> ModuleType:
 def test_section_agrees(section: str, script: ModuleType, golden_dir: Path) -> None:
     errors = list(script.SECTIONS[section](script.Golden.read(golden_dir)))
     assert errors
-    assert max(errors) <= 1e-6
+    assert max(errors) <= (ROLLOUT if section == "whole rollout" else 1e-6)
 
 
 def test_every_section_is_tested(script: ModuleType) -> None:
@@ -42,7 +46,22 @@ def test_rollout_agrees_for_any_batch_size(
     batch_size: int, script: ModuleType, golden_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "BATCH_SIZE", batch_size)
-    assert max(script.whole_rollout(script.Golden.read(golden_dir))) <= 1e-6
+    assert max(script.whole_rollout(script.Golden.read(golden_dir))) <= ROLLOUT
+
+
+def test_the_rollout_is_alike_where_last_bits_are_others(
+    script: ModuleType, golden_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    golden, exp = script.Golden.read(golden_dir), torch.exp
+    here = list(script.whole_rollout(golden))
+
+    def exp_of_another_cpu(x: torch.Tensor) -> torch.Tensor:
+        return torch.nextafter(exp(x), torch.tensor(torch.inf, dtype=x.dtype))
+
+    monkeypatch.setattr(torch, "exp", exp_of_another_cpu)
+    # Every sum in another order.
+    monkeypatch.setattr(script, "BATCH_SIZE", 5)
+    assert list(script.whole_rollout(golden)) == pytest.approx(here, rel=1e-6)
 
 
 @pytest.mark.parametrize("added", [1e-2, float("nan")])

@@ -88,7 +88,7 @@ class Flux1(Family):
             img_ids=_image_ids(latents, device),
             return_dict=False,
         )[0]
-        return velocity.float()
+        return velocity.to(x.dtype)
 
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
         x = unpacked(x, latents) / vae.config.scaling_factor + vae.config.shift_factor
