@@ -37,7 +37,7 @@ SMALL = [
     "evaluation.pictures_shown=1",
     "tracking.tensorboard=false",
     "cluster.dashboard=false",
-    "cluster.start_timeout_s=120",
+    "cluster.start_timeout_s=360",
 ]
 
 

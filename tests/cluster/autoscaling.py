@@ -78,7 +78,8 @@ class Autoscaled:
             *state.pending_gang_resource_requests,
             *state.cluster_resource_constraints,
         ]
-        return [str(request) for request in left]
+        # Ray Data leaves a constraint behind that asks for nothing.
+        return [text for request in left if (text := str(request))]
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Of the cluster, by the beginning of their title."""

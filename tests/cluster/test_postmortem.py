@@ -22,7 +22,7 @@ class Refusing:
 def test_an_actor_that_could_not_be_made_says_why() -> None:
     refusing = ray.remote(Refusing).options(num_cpus=0).remote()
     with pytest.raises(ray.exceptions.ActorDiedError) as caught:
-        ray.get(refusing.ping.remote(), timeout=120)
+        ray.get(refusing.ping.remote(), timeout=480)
     assert first_line(caught.value) == "ValueError: learner.threads is 0"
 
 
@@ -35,6 +35,6 @@ class Idle:
 def test_the_place_of_an_actor_names_its_log(environment: dict[str, dict[str, str]]) -> None:
     # A process that Ray started for this job is named after it, one that it kept ready is not.
     idle = ray.remote(Idle).options(num_cpus=0, runtime_env=environment).remote()
-    place = ray.get(idle.__ray_call__.remote(own_place), timeout=120)
+    place = ray.get(idle.__ray_call__.remote(own_place), timeout=480)
     assert Path(place.logs + ".err").is_file()
     assert Path(place.logs + ".out").is_file()

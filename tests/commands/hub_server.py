@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.another:
             if len(hub.fetched()) > 1:
                 hub.another.set()
-            hub.waited_in_vain |= not hub.another.wait(10)
+            hub.waited_in_vain |= not hub.another.wait(120)
         if hub.cut_after is not None and len(part) > hub.cut_after:
             part, hub.cut_after = part[: hub.cut_after], None
             self.close_connection = True

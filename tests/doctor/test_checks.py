@@ -117,7 +117,7 @@ def test_room(tmp_path: Path) -> None:
     assert "learner.ranks=2 asks for 4" in finding.remedy
     (finding,) = bad(check_room(large, [free], grows=True))
     assert finding.level == Level.WARN
-    for part in ("an autoscaler may add nodes", "waits 120 s", "learner.ranks=2 asks for 4"):
+    for part in ("an autoscaler may add nodes", "waits 360 s", "learner.ranks=2 asks for 4"):
         assert part in finding.remedy
     assert bad(check_room(tiny_config(tmp_path), [free], grows=True)) == []
     (finding,) = bad(check_room(tiny_config(tmp_path, "learner.gpus_per_rank=1"), [node(free=1.0)]))

@@ -70,14 +70,14 @@ def test_an_old_rank_0_neither_replaces_nor_deletes_what_newer_ones_wrote(tmp_pa
     mine, theirs = processes.Pipe()
     old = processes.Process(target=cut_off_rank, args=(tmp_path, theirs))
     old.start()
-    assert mine.poll(60)
+    assert mine.poll(300)
     assert mine.recv() == "cut off"
     new = Fence(tmp_path).following()
     for iteration in (5, 6):
         commit(begin(tmp_path, iteration, float(iteration), new), iteration, new)
     half = begin(tmp_path, 7, 7.0, new)
     mine.send("go on")
-    assert mine.poll(60)
+    assert mine.poll(300)
     answers = mine.recv()
     old.join()
     fenced = f"FencedError: {tmp_path}: the learner's generation 2 has begun, and this is 1"
@@ -103,7 +103,7 @@ def test_a_new_generation_waits_until_a_deletion_under_way_has_ended(tmp_path: P
     mine, theirs = processes.Pipe()
     old = processes.Process(target=hold, args=(tmp_path, theirs))
     old.start()
-    assert mine.poll(60)
+    assert mine.poll(300)
     assert mine.recv() == "holds it"
     assert Fence(tmp_path).following().generation == 2
     assert (tmp_path / "deleted by the old one").exists()

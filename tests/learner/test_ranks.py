@@ -72,7 +72,7 @@ class Ranks:
     meeting: tuple[str, int]
 
     def call(self, method: str, *arguments: object) -> list[Any]:
-        return ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=120)
+        return ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=480)
 
     def save(self, folder: Path, info: CheckpointInfo) -> None:
         self.call("begin_save", folder, info)

@@ -37,7 +37,7 @@ def client(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         timeout_s=120.0,
     )
     rewards = {"mine": reward}
-    with reward_servers("elastic", rewards, 120, private_cluster=False) as handles:
+    with reward_servers("elastic", rewards, 360, private_cluster=False) as handles:
         yield RewardClient(handles, rewards, stop_on_invalid=True)
 
 
@@ -64,7 +64,7 @@ def test_replicas_follow_the_load(client: RewardClient) -> None:
     enough = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         load = pool.submit(score_until, client, enough)
-        while (not load.done() or replicas() > 1) and time.monotonic() < started_s + 150:
+        while (not load.done() or replicas() > 1) and time.monotonic() < started_s + 450:
             if not seen or seen[-1][1] != replicas():
                 seen.append((round(time.monotonic() - started_s, 1), replicas()))
             if replicas() > 1:
@@ -114,7 +114,7 @@ def test_a_replica_whose_scorer_hangs_is_replaced(ray_cluster: None, tmp_path: P
         retries=20,
         health_timeout_s=6.0,
     )
-    with reward_servers("stuck", {"mine": reward}, 120, private_cluster=False) as handles:
+    with reward_servers("stuck", {"mine": reward}, 360, private_cluster=False) as handles:
         client = RewardClient(handles, {"mine": reward}, stop_on_invalid=True)
         started_s = time.monotonic()
         score(client, "stick once", 1)

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = Path(__file__).with_name("image_reward_original.py")
     result = subprocess.run(
         [str(python), "-I", str(script), str(folder)],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=480, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
     BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
@@ -63,7 +63,7 @@ def _environment(folder: Path) -> Path:
     python = folder / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
     result = subprocess.run(
-        [*install, *PACKAGES], capture_output=True, text=True, timeout=300, check=False
+        [*install, *PACKAGES], capture_output=True, text=True, timeout=480, check=False
     )
     if result.returncode != 0:
         pytest.skip(f"packages of ImageReward are not to be had here: {result.stderr[-200:]}")

@@ -70,7 +70,7 @@ def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
             merge_requests=4,
         ),
     }
-    with reward_servers("test", rewards, start_timeout_s=120, private_cluster=False) as handles:
+    with reward_servers("test", rewards, start_timeout_s=360, private_cluster=False) as handles:
         yield Servers(RewardClient(handles, rewards, stop_on_invalid=True), logs)
 
 
@@ -305,7 +305,7 @@ def test_a_scorer_that_does_not_start_is_named_with_the_cause(servers: Servers) 
     target = "tests.rewards.fakes:NoScorer"
     broken = RewardSection(kind="python", options={"target": target}, cpus_per_replica=0.1)
     with pytest.raises(ScorerError) as caught:  # noqa: SIM117
-        with reward_servers("broken", {"mine": broken}, 120, private_cluster=False):
+        with reward_servers("broken", {"mine": broken}, 360, private_cluster=False):
             pytest.fail("the servers were yielded")
     assert "reward 'mine' did not start" in str(caught.value)
     assert f"python scorer '{target}' is no subclass" in str(caught.value)

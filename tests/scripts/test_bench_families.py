@@ -56,7 +56,7 @@ def test_nobody_measures_before_all_are_warm_nor_beside_another(
     folder = tmp_path / "turns"
     folder.mkdir()
     inside, most = [], []
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=120)
 
     def take(name: str) -> None:
         both.wait()
@@ -74,7 +74,7 @@ def test_nobody_measures_before_all_are_warm_nor_beside_another(
     # As the parent enters one that it has ended.
     (folder / "c").touch()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert most == [1, 1]
 
 

@@ -21,8 +21,8 @@ SECTIONS = [
     "whole rollout",
 ]
 ROLLOUT = 2e-6
-"""The golden numbers' own float32: two of 128 frequencies that their CPU rounded by one bit move the
-latents by 1.6e-6. Ours are float64, alike to 1e-15 on another CPU's kernels."""
+"""The golden numbers' own float32: two of 128 frequencies that their CPU rounded one bit off move
+latents by 1.66e-6. Ours are float64, alike to 1e-15 on another CPU's kernels."""
 
 
 @pytest.fixture(scope="module")

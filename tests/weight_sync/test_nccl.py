@@ -64,7 +64,7 @@ class Ranks:
         self.weight_senders = self.actors if config.learner.zero_stage == 3 else self.actors[:1]
 
     def call(self, method: str, *arguments: object) -> list[Any]:
-        return ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=120)
+        return ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=480)
 
     def sync(self, transport: NcclSync, workers: list[ActorHandle], version: int) -> WeightReceipt:
         """Change the weights, send them, and check that every worker holds them."""
@@ -108,7 +108,7 @@ def workers(ray_cluster: None, run_dir: Path) -> Iterator[list[ActorHandle]]:  #
 def test_two_zero3_ranks_reach_two_workers_again_and_again(
     ranks: Ranks, workers: list[ActorHandle]
 ) -> None:
-    transport = NcclSync(BUCKET_MIB, timeout_s=60)
+    transport = NcclSync(BUCKET_MIB, timeout_s=300)
     first = ranks.sync(transport, workers, 1)
     second = ranks.sync(transport, workers, 2)
     assert first.checksum != second.checksum
@@ -116,7 +116,7 @@ def test_two_zero3_ranks_reach_two_workers_again_and_again(
 
 
 def test_workers_may_be_others_than_last_time(ranks: Ranks, workers: list[ActorHandle]) -> None:
-    transport = NcclSync(BUCKET_MIB, timeout_s=60)
+    transport = NcclSync(BUCKET_MIB, timeout_s=300)
     ranks.sync(transport, workers[:1], 1)
     ranks.sync(transport, workers, 2)
     ranks.sync(transport, workers[1:], 2)
@@ -124,7 +124,7 @@ def test_workers_may_be_others_than_last_time(ranks: Ranks, workers: list[ActorH
 
 def test_a_compiled_worker_binds_the_same_names(ranks: Ranks, workers: list[ActorHandle]) -> None:
     ray.get(workers[0].compile.remote())
-    ranks.sync(NcclSync(BUCKET_MIB, timeout_s=60), workers, 1)
+    ranks.sync(NcclSync(BUCKET_MIB, timeout_s=300), workers, 1)
 
 
 def test_a_worker_that_hangs_is_named_and_the_next_sync_goes_through(
@@ -148,17 +148,16 @@ def test_a_worker_that_hangs_is_named_and_the_next_sync_goes_through(
 def test_a_worker_that_dies_is_named_and_the_others_go_on(
     ranks: Ranks, workers: list[ActorHandle], run_dir: Path
 ) -> None:
-    transport = NcclSync(BUCKET_MIB, timeout_s=180)
+    # Who waited for the time-out would still wait when pytest gives up.
+    transport = NcclSync(BUCKET_MIB, timeout_s=3600)
     doomed = start_worker(tiny_config(run_dir))
     ranks.sync(transport, [*workers, doomed], 1)
     ray.get(workers[0].hang.remote(1))
     ray.kill(doomed)
-    started_s = time.monotonic()
     with pytest.raises(WeightSyncError, match="rollout worker 2 died") as caught:
         ranks.sync(transport, [*workers, doomed], 2)
     assert "learner rank" not in str(caught.value)
     assert [peer.handle for peer in caught.value.receivers] == [doomed]
-    assert time.monotonic() - started_s < 180
     ray.get(workers[0].hang.remote(0))
     ranks.sync(transport, workers, 3)
 
@@ -171,7 +170,7 @@ def test_a_worker_with_other_tensors_is_refused_before_anything_is_sent(
     with pytest.raises(
         WeightSyncError, match="rollout worker 1 has other tensors than learner rank 0"
     ) as caught:
-        ranks.sync(NcclSync(BUCKET_MIB, timeout_s=60), [workers[0], adapters], 1)
+        ranks.sync(NcclSync(BUCKET_MIB, timeout_s=300), [workers[0], adapters], 1)
     assert ".lora_" in str(caught.value)
     assert ray.get(workers[0].holds.remote()) == before
     ray.kill(adapters)
@@ -180,7 +179,7 @@ def test_a_worker_with_other_tensors_is_refused_before_anything_is_sent(
 def test_adapters_of_one_sender(ray_cluster: None, run_dir: Path) -> None:  # noqa: ARG001
     config = tiny_config(run_dir, "model.lora.rank=4", "learner.ranks=1")
     ranks, worker = Ranks(config), start_worker(config)
-    ranks.sync(NcclSync(BUCKET_MIB, timeout_s=60), [worker], 1)
+    ranks.sync(NcclSync(BUCKET_MIB, timeout_s=300), [worker], 1)
     for actor in (*ranks.actors, worker):
         ray.kill(actor)
 

@@ -1,5 +1,6 @@
 """Weight sync: every receiver proves what it holds, or the run stops."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ def sync(ray_cluster: None) -> Iterator[Sync]:  # noqa: ARG001
     workers = [ray.remote(Receiver).options(num_cpus=0).remote() for _ in range(2)]
 
     def send(
-        behaviour: str, weights: dict[str, Tensor] = WEIGHTS, timeout_s: float = 60
+        behaviour: str, weights: dict[str, Tensor] = WEIGHTS, timeout_s: float = 300
     ) -> WeightReceipt:
         ray.get([workers[0].behave.remote("well"), workers[1].behave.remote(behaviour)])
         receivers = [Peer(f"worker {number}", worker) for number, worker in enumerate(workers)]
@@ -88,7 +89,9 @@ def test_a_receiver_that_raises_stops_the_run(sync: Sync) -> None:
 def test_a_receiver_that_hangs_is_named_with_the_setting(sync: Sync) -> None:
     with pytest.raises(WeightSyncError) as caught:
         sync("hang", timeout_s=1.0)
-    assert "did not end within 1 s (weight_sync.timeout_s) at worker 1" in str(caught.value)
+    # The other may be late, too, on a busy machine.
+    said = r"did not end within 1 s \(weight_sync\.timeout_s\) at (worker 0, )?worker 1"
+    assert re.search(said, str(caught.value))
 
 
 def test_sending_nothing_is_no_success(sync: Sync) -> None:

@@ -67,7 +67,7 @@ def learner_rank(config: Config) -> Found:
             backend=torch.distributed.get_backend(),
         )
 
-    with placed([learner_demand(config)], [], 60.0, print) as placement:
+    with placed([learner_demand(config)], [], 360.0, print) as placement:
         assert placement is not None
         group = LearnerGroup(config, placement, None)
         answers = ray.get([rank.__ray_call__.remote(look) for rank in group.ranks])
@@ -113,7 +113,7 @@ def reward_replica(config: Config) -> Found:
     file = Path(config.run_dir) / "witness.json"
     options = {"target": "tests.common.device.roles:WitnessScorer", "options": {"file": str(file)}}
     reward = RewardSection(kind="python", options=options, cpus_per_replica=0.1)
-    with reward_servers("witness", {"witness": reward}, 60.0, private_cluster=False):
+    with reward_servers("witness", {"witness": reward}, 360.0, private_cluster=False):
         return json.loads(file.read_text())
 
 

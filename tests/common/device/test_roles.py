@@ -53,7 +53,7 @@ def start(folder: Path, names: tuple[str, ...]) -> Path:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=300,
+        timeout=540,
     )
     assert ended.returncode == 0, ended.stdout
     return folder
