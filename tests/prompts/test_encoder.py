@@ -1,7 +1,7 @@
 """A run's encoder: held-out prompts are encoded once, and what is trained on goes first."""
 
 import asyncio
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +117,11 @@ def test_the_encoder_has_threads_of_its_own(
 
 def test_what_is_trained_on_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
+    begun, asked = threading.Event(), threading.Event()
 
     def slow(_encoder: PromptEncoder, number: int, text: str) -> Prompt:
-        time.sleep(0.05)
+        begun.set()
+        assert asked.wait(300)
         order.append(number)
         return Prompt(number, text, Conditioning({}))
 
@@ -129,14 +131,14 @@ def test_what_is_trained_on_goes_first(tmp_path: Path, monkeypatch: pytest.Monke
     async def ask() -> None:
         actor = EncoderActor(tiny_config(tmp_path), [])
         heldout = [asyncio.create_task(actor.encode_heldout(n, "")) for n in range(100, 110)]
-        await asyncio.sleep(0.02)
+        await asyncio.to_thread(begun.wait, 300)
         # In any order, as Ray brings them.
         training: list[Any] = [
             asyncio.create_task(actor.encode(n, "", place=n)) for n in (2, 0, 3, 1)
         ]
-        await asyncio.gather(*training)
-        assert len(order) == 5
-        await asyncio.gather(*heldout)
+        await asyncio.sleep(0)
+        asked.set()
+        await asyncio.gather(*training, *heldout)
 
     asyncio.run(ask())
     # The one that was begun is not left half done.

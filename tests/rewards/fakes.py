@@ -44,6 +44,9 @@ class ObedientScorer(RewardScorer):
             raise ConnectionError("only the first time")
         if "stick" in wishes and self._calls_of("stick") == 1:
             time.sleep(STUCK_S)
+        if "hold" in wishes:
+            while not self._log.with_name("release").exists():
+                time.sleep(0.05)
         if "hang" in wishes:
             time.sleep(HANG_S)
         if "nan" in wishes:

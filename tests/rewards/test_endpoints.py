@@ -164,8 +164,11 @@ def test_a_wait_beyond_the_time_out_ends_at_once(server: FakeEndpoint) -> None:
     assert "gave up after try 1 of 4 (timeout_s 20)" in message
 
 
+# For longer than pytest would wait.
 @pytest.mark.parametrize(
-    "slow", [Answer(SCORES, delay_s=4.0), Answer(SCORES, trickle_s=0.2)], ids=["silent", "trickle"]
+    "slow",
+    [Answer(SCORES, delay_s=4000.0), Answer(SCORES | {"more": "a" * 20_000}, trickle_s=0.2)],
+    ids=["silent", "trickle"],
 )
 def test_a_slow_server_is_left_at_the_time_out(server: FakeEndpoint, slow: Answer) -> None:
     server.answers = [slow]

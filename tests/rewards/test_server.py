@@ -2,18 +2,23 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
+from ray._private.state import actors
 from torch import Tensor
 
+from g2rpo_ray.rewards import client as client_module
 from g2rpo_ray.rewards.client import FIRST_PAUSE_S, InvalidRewardError, RewardClient
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.rewards.server import reward_servers
+from tests.integration.command import wait_until
 
 PICTURES = torch.arange(4, dtype=torch.uint8)[:, None, None, None].expand(4, 8, 8, 3) * 60
 BRIGHTNESS = torch.tensor([0.0, 60.0, 120.0, 180.0]) / 255
@@ -257,12 +262,10 @@ def test_a_scorer_that_compares_pictures_gets_each_request_whole_and_alone(
 def test_no_answer_in_time_is_named_with_the_setting_and_costs_the_scorer_nothing_more(
     servers: Servers,
 ) -> None:
-    first = servers.client.submit(7, "hang now", PICTURES, ["single"])
-    wait_for_call(servers, "hang now")
-    with pytest.raises(InvalidRewardError) as caught:
-        servers.with_settings(timeout_s=0.3, retries=0).score("good but given up")
-    assert "no answer within 0.3 s (rewards.single.timeout_s)" in str(caught.value)
-    first.result()
+    with held(servers):
+        with pytest.raises(InvalidRewardError) as caught:
+            servers.with_settings(timeout_s=0.3, retries=0).score("good but given up")
+        assert "no answer within 0.3 s (rewards.single.timeout_s)" in str(caught.value)
     servers.score("good after that")
     assert servers.calls("good but given up") == 0
 
@@ -276,22 +279,44 @@ class Asker:
 
 def test_requests_of_an_actor_that_has_ended_are_not_scored(servers: Servers) -> None:
     asker = ray.remote(num_cpus=0.1)(Asker).remote()
-    ray.get(asker.ask.remote(servers.client, ["hang for one that ends", "good but orphaned"]))
-    wait_for_call(servers, "hang for one that ends")
-    time.sleep(0.5)
+    release = servers.logs["single"].with_name("release")
+    release.unlink(missing_ok=True)
+    ray.get(asker.ask.remote(servers.client, ["hold for one that ends", "good but orphaned"]))
+    wait_for_call(servers, "hold for one that ends")
+    time.sleep(0.5)  # for the second to come, too
     ray.kill(asker)
+    wait_until(lambda: actors(asker._actor_id.hex())["State"] == "DEAD", "the asker's end")
+    release.touch()
     servers.score("good after the orphans")
     assert servers.calls("good but orphaned") == 0
 
 
-def test_an_answer_that_was_there_in_time_may_be_fetched_late(servers: Servers) -> None:
-    servers.score("good before")
-    pending = servers.with_settings(timeout_s=2.0, retries=0).client.submit(
+def test_an_answer_that_was_there_in_time_may_be_fetched_late(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending = servers.with_settings(timeout_s=60.0, retries=0).client.submit(
         7, "good but late", PICTURES, ["single"]
     )
     wait_for_call(servers, "good but late", calls=2)
-    time.sleep(3)
+    pending.sent["single"].result(timeout_s=60)
+    later_s = time.monotonic() + 61
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: later_s))
     assert torch.allclose(pending.result()["single"], BRIGHTNESS)
+
+
+@contextmanager
+def held(servers: Servers) -> Iterator[None]:
+    """The replica is at work meanwhile."""
+    release = servers.logs["single"].with_name("release")
+    release.unlink(missing_ok=True)
+    before = servers.calls("hold it")
+    first = servers.client.submit(7, "hold it", PICTURES, ["single"])
+    wait_for_call(servers, "hold it", before + 1)
+    try:
+        yield
+    finally:
+        release.touch()
+    first.result()
 
 
 def wait_for_call(servers: Servers, prompt: str, calls: int = 1) -> None:

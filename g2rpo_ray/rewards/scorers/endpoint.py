@@ -116,6 +116,7 @@ class Endpoint:
 
     def _try(self, payload: dict[str, Any], deadline_s: float) -> Any:
         import requests
+        import urllib3
 
         try:
             with self._session.post(
@@ -129,9 +130,9 @@ class Endpoint:
                 body = self._read(response, deadline_s)
         except requests.exceptions.SSLError as error:
             raise self.error(f"TLS certificate refused: {error}") from error
-        except requests.exceptions.Timeout as error:
+        except (requests.exceptions.Timeout, urllib3.exceptions.TimeoutError) as error:
             raise _PassingError("no answer in time") from error
-        except requests.exceptions.RequestException as error:
+        except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError) as error:
             raise _PassingError(f"no connection: {error}") from error
         if response.status_code in PASSING_STATUS:
             after = response.headers.get("Retry-After", "")
@@ -145,9 +146,10 @@ class Endpoint:
             raise self.error(f"answered no JSON: {_excerpt(body)}") from error
 
     def _read(self, response: Any, deadline_s: float) -> bytes:
-        # requests' time-out is for each piece: a server that trickles would never end.
+        # The time-out is for each piece that comes, and a server may trickle: iter_content would wait
+        # for as many bytes as it was asked for.
         body = b""
-        for piece in response.iter_content(64 * 1024):
+        while piece := response.raw.read1(64 * 1024, decode_content=True):
             body += piece
             if time.monotonic() > deadline_s:
                 raise _PassingError("no whole answer in time")
