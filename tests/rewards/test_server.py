@@ -1,7 +1,7 @@
 """Rewards through real Ray Serve deployments: a failed score is retried, named, and never a 0."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from ray._private.state import actors
 from torch import Tensor
 
 from g2rpo_ray.rewards import client as client_module
-from g2rpo_ray.rewards.client import FIRST_PAUSE_S, InvalidRewardError, RewardClient
+from g2rpo_ray.rewards.client import FIRST_PAUSE_S, InvalidRewardError, RewardClient, SentRequests
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.rewards.server import reward_servers
@@ -227,9 +227,9 @@ def test_good_requests_that_meet_a_bad_one_keep_their_scores(
     servers: Servers, prompts: list[str]
 ) -> None:
     client = servers.with_settings(stop_on_invalid=False, retries=0).client
-    # The first occupies the replica, so that the others meet.
-    submitted = [client.submit(7, p, PICTURES, ["merging"]) for p in ["hang first", *prompts]]
-    results = [pending.result()["merging"] for pending in submitted[1:]]
+    with held(servers, "merging"):
+        submitted = submit_all(client, [(prompt, PICTURES) for prompt in prompts])
+    results = [pending.result()["merging"] for pending in submitted]
     for prompt, scores in zip(prompts, results, strict=True):
         if prompt.startswith("good"):
             assert torch.allclose(scores, BRIGHTNESS), prompt
@@ -242,12 +242,9 @@ def test_good_requests_that_meet_a_bad_one_keep_their_scores(
 def test_requests_of_other_picture_sizes_do_not_fail_each_other(servers: Servers) -> None:
     sizes = [PICTURES, PICTURES[:, :4], PICTURES.repeat_interleave(2, dim=2)]
     prompts = [f"good size {number}" for number in range(len(sizes))]
-    first = servers.client.submit(7, "hang before sizes", PICTURES, ["merging"])
-    submitted = [
-        servers.client.submit(7, prompt, pictures, ["merging"])
-        for prompt, pictures in zip(prompts, sizes, strict=True)
-    ]
-    for pending in [first, *submitted]:
+    with held(servers, "merging"):
+        submitted = submit_all(servers.client, zip(prompts, sizes, strict=True))
+    for pending in submitted:
         assert torch.allclose(pending.result()["merging"], BRIGHTNESS)
         assert pending.measured["merging"]["failures"] == 0
 
@@ -305,13 +302,13 @@ def test_an_answer_that_was_there_in_time_may_be_fetched_late(
 
 
 @contextmanager
-def held(servers: Servers) -> Iterator[None]:
-    """The replica is at work meanwhile."""
-    release = servers.logs["single"].with_name("release")
+def held(servers: Servers, reward: str = "single") -> Iterator[None]:
+    """Its replica is at work meanwhile, so that requests meet."""
+    release = servers.logs[reward].with_name("release")
     release.unlink(missing_ok=True)
-    before = servers.calls("hold it")
-    first = servers.client.submit(7, "hold it", PICTURES, ["single"])
-    wait_for_call(servers, "hold it", before + 1)
+    before = servers.calls("hold it", reward)
+    first = servers.client.submit(7, "hold it", PICTURES, [reward])
+    wait_for_call(servers, "hold it", reward, before + 1)
     try:
         yield
     finally:
@@ -319,11 +316,16 @@ def held(servers: Servers) -> Iterator[None]:
     first.result()
 
 
-def wait_for_call(servers: Servers, prompt: str, calls: int = 1) -> None:
-    deadline_s = time.monotonic() + 60
-    while servers.calls(prompt) < calls:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+def submit_all(client: RewardClient, requests: Iterable[tuple[str, Tensor]]) -> list[SentRequests]:
+    """Send them to the merging scorer, and wait until they are all with its replica."""
+    submitted = [client.submit(7, prompt, pictures, ["merging"]) for prompt, pictures in requests]
+    for pending in submitted:
+        pending.sent["merging"]._to_object_ref_sync()
+    return submitted
+
+
+def wait_for_call(servers: Servers, prompt: str, reward: str = "single", calls: int = 1) -> None:
+    wait_until(lambda: servers.calls(prompt, reward) >= calls, prompt)
 
 
 def test_a_scorer_that_does_not_start_is_named_with_the_cause(servers: Servers) -> None:  # noqa: ARG001

@@ -146,8 +146,8 @@ class Endpoint:
             raise self.error(f"answered no JSON: {_excerpt(body)}") from error
 
     def _read(self, response: Any, deadline_s: float) -> bytes:
-        # The time-out is for each piece that comes, and a server may trickle: iter_content would wait
-        # for as many bytes as it was asked for.
+        # The time-out is for each piece that comes, and a server may trickle: iter_content waits
+        # for as many bytes as it is asked for.
         body = b""
         while piece := response.raw.read1(64 * 1024, decode_content=True):
             body += piece
