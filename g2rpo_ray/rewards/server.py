@@ -185,7 +185,7 @@ def _deployment(name: str, reward: RewardSection) -> serve.Application:
         # Serve gives a replica up after three checks in a row without an answer.
         health_check_period_s=reward.health_timeout_s / 6,
         health_check_timeout_s=reward.health_timeout_s / 6,
-        # So often one that is to end looks whether its last request is answered; Serve's own is 2 s.
+        # How often one that is to end looks whether it still works; Serve's own is 2 s.
         graceful_shutdown_wait_loop_s=0.2,
     )(RewardServer)
     return deployment.bind(name, reward)

@@ -19,8 +19,8 @@ from g2rpo_ray.config import Config, save_config
 from g2rpo_ray.tracking.metrics import read_metrics
 
 TITLES = {"worker": "ray::RolloutActor", "replica": "ray::ServeReplica", "rank": "ray::Learner"}
-RECOVERY_LIMIT_S = 300.0
-LEAVING_S = 30.0
+RECOVERY_LIMIT_S = 900.0
+LEAVING_S = 90.0
 """For what a finished run had on the cluster to go."""
 CPUS = {"num_cpus": 1}
 """Of a node; the roles take a quarter each."""

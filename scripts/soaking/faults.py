@@ -172,7 +172,7 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
             one.kill()
         children = nodes.processes()
         nodes.cluster.shutdown()
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=120)
     leaks["processes_after_shutdown"] = [str(process) for process in alive]
     new = shared_memory() - shared_before
     leaks["shared_memory"] = sorted(new - held_by_living(new))
