@@ -63,8 +63,8 @@ def test_every_wrong_answer_is_noticed_and_the_next_ask_is_answered(judge: Judge
 @pytest.mark.parametrize("mood", ["silent", "down"])
 def test_who_waits_for_it_is_answered_when_it_is_back(judge: Judge, mood: str) -> None:
     judge.mood = mood
-    threading.Timer(1.0, lambda: setattr(judge, "mood", "fair")).start()
     started_s = time.monotonic()
+    threading.Timer(1.0, lambda: setattr(judge, "mood", "fair")).start()
     assert scores(scorer(judge, tries=100)) == SCORES
     assert time.monotonic() - started_s >= 1.0
 
