@@ -135,7 +135,7 @@ BY_HAND = "ab" * 28
 
 def status_1(node_type: str) -> str:
     """``ray status`` of one node under version 1 of the autoscaler, in Ray's own words."""
-    load = LoadMetricsSummary({"CPU": (0, 1)}, [], [], [], [])  # type: ignore[arg-type]
+    load = LoadMetricsSummary({"CPU": (0, 1)}, [], [], [], [])
     nodes = AutoscalerSummary({node_type or f"node_{BY_HAND}": 1}, {}, [], {}, [])
     return str(format_info_string(load, nodes, time=datetime.now()))
 
