@@ -6,13 +6,17 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.models.policy import Policy
+
+if TYPE_CHECKING:
+    # Whoever only moves weights starts without the libraries of models.
+    from g2rpo_ray.models.policy import Policy
 
 CHECKSUM_SLICE = {"cuda": 1 << 24, "cpu": 1 << 20}
 """Words summed at a time: an int64 copy of a whole large tensor would not fit beside the model, and
@@ -126,7 +130,7 @@ def _unpickle(layout: list[TensorLayout], data: np.ndarray) -> PackedWeights:
         return PackedWeights(layout, torch.from_numpy(data))
 
 
-def trainable_parameters(policy: Policy) -> dict[str, nn.Parameter]:
+def trainable_parameters(policy: "Policy") -> dict[str, nn.Parameter]:
     """The parameters that training changes, by their name inside the (uncompiled) transformer."""
     return {
         name.replace(COMPILED, ""): parameter
@@ -136,7 +140,7 @@ def trainable_parameters(policy: Policy) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def load_weights(policy: Policy, weights: Mapping[str, Tensor]) -> None:
+def load_weights(policy: "Policy", weights: Mapping[str, Tensor]) -> None:
     """Copy weights into the trainable parameters, in place.
 
     Raises:

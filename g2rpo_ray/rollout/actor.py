@@ -8,11 +8,8 @@ from ray.actor import ActorHandle
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.weights import PackedWeights, WeightReceipt, receipt, trainable_parameters
-from g2rpo_ray.rollout.phases import Phase
+from g2rpo_ray.rollout.phases import REPORTS, Phase
 from g2rpo_ray.rollout.worker import RolloutWorker, Scoring
-
-REPORTS = "reports"
-"""Concurrency group of the calls that a worker answers while it has a task."""
 
 
 class RolloutActor(RolloutWorker):

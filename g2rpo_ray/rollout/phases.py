@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+REPORTS = "reports"
+"""Concurrency group of the calls that a worker answers while it has a task."""
 STORE = "the object store"
 
 

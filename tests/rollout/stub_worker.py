@@ -10,9 +10,8 @@ import torch
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.weights import WeightReceipt
-from g2rpo_ray.rollout.actor import REPORTS
 from g2rpo_ray.rollout.answers import BrokenLatentsError, HeldoutPictures, RolloutSummary
-from g2rpo_ray.rollout.phases import OwnTime, Phase
+from g2rpo_ray.rollout.phases import REPORTS, OwnTime, Phase
 
 
 class StubWorker:
