@@ -165,7 +165,8 @@ class TimeSines(nn.Module):
     def forward(self, timestep: Tensor) -> Tensor:
         """float ``[B]`` to float64 ``[B, 256]``."""
         exponents = -math.log(10_000) * torch.arange(128, dtype=torch.float32) / 128
-        phases = (timestep.float()[:, None] * exponents.double().exp().float()).double()
+        frequencies = torch.exp(exponents.double()).float()
+        phases = (timestep.float()[:, None] * frequencies).double()
         return torch.cat([phases.cos(), phases.sin()], dim=-1)
 
 
