@@ -33,9 +33,9 @@ def parse(rehearse: ModuleType, folder: Path, *more: str) -> tuple[Any, Any]:
 def walked(rehearse: ModuleType, folder: Path, code: str, **settings: Any) -> dict[str, Any]:
     """What was seen of one stage that runs ``code``."""
     (folder / "logs").mkdir()
-    one = rehearse.Stage("one", ["-c", code], settings.pop("needs_s", 30.0), **settings)
+    one = rehearse.Stage("one", ["-c", code], settings.pop("needs_s", 120.0), **settings)
     rehearsal = rehearse.Rehearsal(folder, folder / "found.json", True, ["x=1"])
-    good = rehearsal.walk([one], 60.0)
+    good = rehearsal.walk([one], 600.0)
     found = json.loads((folder / "found.json").read_text())["stages"]["one"]
     assert good == found["good"]
     return dict(found)
@@ -74,7 +74,7 @@ def test_settings_are_told_once(rehearse: ModuleType, tmp_path: Path) -> None:
     arguments = [*rehearse.CLI, "plan", "recipe.yaml", "x=1", "y=2 3"]
     rehearsal = rehearse.Rehearsal(tmp_path, tmp_path / "found.json", True, ["x=1", "y=2 3"])
     (tmp_path / "logs").mkdir()
-    rehearsal.walk([rehearse.Stage("plan", arguments, 20.0)], 60.0)
+    rehearsal.walk([rehearse.Stage("plan", arguments, 300.0)], 600.0)
     (row,) = rehearse.table(rehearsal.content)
     assert row["command"] == "g2rpo plan recipe.yaml SETTINGS"
     assert (row["good"], row["exit"]) == ("NO", 2)
