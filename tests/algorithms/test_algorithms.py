@@ -203,6 +203,17 @@ def test_flash_of_ratio_one_by_euler_is_the_plain_walk() -> None:
     assert torch.equal(draw_group(tiny_policy(), flash).rewards, plain.rewards)
 
 
+def test_only_the_solver_s_flash_is_of_second_order_and_from_the_window_s_end() -> None:
+    drawn = {}
+    for flash in ("off", "euler", "dpm_solver"):
+        config = tiny_config("mix_grpo", mix_grpo={"flash": flash, "flash_ratio": 1.0})
+        ends = [make_algorithm(config).second_order_from(i) for i in range(3)]
+        assert ends == ([2, 3, 4] if flash == "dpm_solver" else [None] * 3)
+        drawn[flash] = draw_group(tiny_policy(), config)
+    assert torch.equal(drawn["dpm_solver"].latents, drawn["off"].latents)
+    assert not torch.equal(drawn["dpm_solver"].rewards, drawn["off"].rewards)
+
+
 def test_the_draw_of_a_large_batch_is_that_of_a_small_one() -> None:
     for algorithm in ALGORITHMS:
         small = draw_group(tiny_policy(), tiny_config(algorithm, rollout={"batch_size": 1}))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerError
-from g2rpo_ray.learner.update import UpdateReport, update_on_groups
+from g2rpo_ray.learner.update import UpdateReport, assign, update_on_groups
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.sampling.group import RolloutGroup
 from tests.rollout.tiny import ALGORITHMS, PlainEngine, draw_group, tiny_config, tiny_policy
@@ -45,7 +45,9 @@ def draw_groups(config: Config, count: int = 2, policy: Policy | None = None) ->
 def test_the_ratio_before_the_first_update_is_exactly_one(algorithm: str, batch_size: int) -> None:
     config = tiny_config(algorithm, rollout={"batch_size": batch_size})
     policy = tiny_policy()
-    report = update(PlainEngine(policy), draw_groups(config, policy=policy), config)
+    engine = PlainEngine(policy)
+    report = update(engine, draw_groups(config, policy=policy), config)
+    assert (sum(engine.ended), engine.ended[-1]) == (1, True)
     assert len(report.records) == 2 * len(draw_group(policy, config).sde_steps)
     assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
     assert len(report.grad_norms) == 1
@@ -65,6 +67,40 @@ def test_an_update_for_each_step_moves_the_ratio_of_the_next(algorithm: str) -> 
     assert engine.ended[-1]
     for record in report.records:
         assert (record.health.max_abs_log_ratio == 0.0) == (record.update == 0)
+
+
+def step_alone(group: RolloutGroup, position: int) -> RolloutGroup:
+    return replace(
+        group,
+        sde_steps=[group.sde_steps[position]],
+        step_indices=[group.step_indices[position]],
+        latents=group.latents[position, None],
+        velocities=group.velocities[position, None],
+        rewards=group.rewards[:, :, position, None],
+    )
+
+
+def test_an_update_for_each_step_is_of_the_size_of_one_on_that_step_alone() -> None:
+    config = tiny_config("g2rpo", learner={"update": "per_sde_step"})
+    groups = draw_groups(config)
+    alone = gradient_of(tiny_config("g2rpo"), [step_alone(group, 0) for group in groups])
+    torch.testing.assert_close(gradient_of(config, groups), alone, rtol=1e-4, atol=0)
+
+
+def test_several_steps_that_fit_are_one_pass_of_the_network() -> None:
+    config = tiny_config("g2rpo", learner={"steps_per_pass": 3})
+    groups = draw_groups(config, count=1)
+    engine = PlainEngine(tiny_policy())
+    forward = mock.Mock(wraps=engine.policy.forward)
+    engine.policy.forward = forward  # type: ignore[method-assign]
+    update(engine, groups, config)
+    assert (forward.call_count, engine.ended) == (1, [True])
+
+
+def test_ranks_without_a_group_of_their_own_repeat_one_with_weight_zero() -> None:
+    assert assign(5, 0, 2) == [(0, 1.0), (2, 1.0), (4, 1.0)]
+    assert assign(5, 1, 2) == [(1, 1.0), (3, 1.0), (0, 0.0)]
+    assert assign(1, 2, 3) == [(0, 0.0)]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -121,15 +157,7 @@ def test_step_weights_weigh_the_gradients_of_the_steps() -> None:
     group = draw_group(tiny_policy(), uniform)
     alone = []
     for position in range(2):
-        part = replace(
-            group,
-            sde_steps=[group.sde_steps[position]],
-            step_indices=[group.step_indices[position]],
-            latents=group.latents[position, None],
-            velocities=group.velocities[position, None],
-            rewards=group.rewards[:, :, position, None],
-        )
-        alone.append(gradient_of(uniform, [part]))
+        alone.append(gradient_of(uniform, [step_alone(group, position)]))
     stds = [step.std for step in group.sde_steps]
     expected = sum(std / sum(stds) * gradient for std, gradient in zip(stds, alone, strict=True))
     torch.testing.assert_close(gradient_of(weighted, [group]), expected)
@@ -173,6 +201,22 @@ def test_old_log_probabilities_of_the_learner_make_up_for_another_rollout(
     from_rollout = tiny_config(algorithm)
     compared = update(PlainEngine(policy), groups, from_rollout)
     assert max(r.health.max_abs_log_ratio for r in compared.records) > 0
+
+
+@pytest.mark.parametrize("old_log_prob", ["rollout", "learner"])
+def test_old_log_probabilities_of_the_learner_hold_for_every_update_of_an_iteration(
+    old_log_prob: str,
+) -> None:
+    settings = {"old_log_prob": old_log_prob, "update": "per_sde_step"}
+    config = tiny_config("g2rpo", learner=settings)
+    groups = draw_groups(config)
+    policy = tiny_policy()
+    with torch.no_grad():
+        policy.transformer.proj_out.weight.mul_(1.001)
+    # Steps that move nothing: what is left is the difference to the rollout.
+    report = update(PlainEngine(policy, learning_rate=0.0), groups, config)
+    moved = {record.health.max_abs_log_ratio > 0 for record in report.records}
+    assert moved == {old_log_prob == "rollout"}
 
 
 def test_kl_is_zero_at_the_reference_and_grows_away_from_it() -> None:
@@ -243,6 +287,24 @@ def test_where_every_group_is_dropped_the_step_is_held() -> None:
     update(engine, lost, config)
     update(engine, [sound, lost[1]], config)
     assert engine.held == [True, False]
+
+
+def test_a_step_is_held_only_where_nothing_in_it_is_left() -> None:
+    def held(lost_step: int, **learner: Any) -> list[bool]:
+        config = tiny_config(
+            "g2rpo",
+            g2rpo={"sde_steps": [0, 1]},
+            advantage={"on_invalid": "drop_group"},
+            learner=learner,
+        )
+        (group,) = draw_groups(config, count=1)
+        group.rewards[:, :, lost_step] = math.nan
+        engine = PlainEngine(tiny_policy())
+        update(engine, [group], config)
+        return engine.held
+
+    assert held(0, steps_per_pass=2) == held(1, steps_per_pass=2) == [False]
+    assert held(1, update="per_sde_step") == [False, True]
 
 
 def test_a_dropped_group_adds_no_kl_either() -> None:
