@@ -35,6 +35,12 @@ def gradient_of(config: Config, groups: list[RolloutGroup], policy: Policy | Non
     return torch.cat([first[name].flatten() for name in sorted(first)])
 
 
+def assert_same_gradient(found: Tensor, expected: Tensor) -> None:
+    """By its own size: of these, many numbers are smaller than PyTorch's usual tolerance."""
+    assert expected.norm() > 0
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
 def draw_groups(config: Config, count: int = 2, policy: Policy | None = None) -> list[RolloutGroup]:
     policy = policy or tiny_policy()
     return [draw_group(policy, config, group_id) for group_id in range(count)]
@@ -84,7 +90,7 @@ def test_an_update_for_each_step_is_of_the_size_of_one_on_that_step_alone() -> N
     config = tiny_config("g2rpo", learner={"update": "per_sde_step"})
     groups = draw_groups(config)
     alone = gradient_of(tiny_config("g2rpo"), [step_alone(group, 0) for group in groups])
-    torch.testing.assert_close(gradient_of(config, groups), alone, rtol=1e-4, atol=0)
+    assert_same_gradient(gradient_of(config, groups), alone)
 
 
 def test_several_steps_that_fit_are_one_pass_of_the_network() -> None:
@@ -108,7 +114,7 @@ def test_the_batch_of_the_passes_does_not_change_the_gradient(algorithm: str) ->
     config = tiny_config(algorithm)
     groups = draw_groups(config)
     split = [replace(group, batch_size=1) for group in groups]
-    torch.testing.assert_close(gradient_of(config, groups), gradient_of(config, split))
+    assert_same_gradient(gradient_of(config, groups), gradient_of(config, split))
 
 
 @pytest.mark.parametrize("algorithm", ["mix_grpo", "flow_grpo", "dance_grpo"])
@@ -136,7 +142,7 @@ def test_the_order_of_prompts_changes_nothing(algorithm: str) -> None:
     config = tiny_config(algorithm)
     groups = draw_groups(config)
     forward = gradient_of(config, groups)
-    torch.testing.assert_close(gradient_of(config, groups[::-1]), forward)
+    assert_same_gradient(gradient_of(config, groups[::-1]), forward)
 
 
 def test_ranks_that_share_the_groups_add_up_to_one_rank() -> None:
@@ -148,7 +154,7 @@ def test_ranks_that_share_the_groups_add_up_to_one_rank() -> None:
         update(engine, [group], config, prompts=2, ranks=2)
         gradient = engine.gradients[0]
         parts.append(torch.cat([gradient[name].flatten() for name in sorted(gradient)]))
-    torch.testing.assert_close((parts[0] + parts[1]) / 2, gradient_of(config, groups))
+    assert_same_gradient((parts[0] + parts[1]) / 2, gradient_of(config, groups))
 
 
 def test_step_weights_weigh_the_gradients_of_the_steps() -> None:
@@ -160,7 +166,7 @@ def test_step_weights_weigh_the_gradients_of_the_steps() -> None:
         alone.append(gradient_of(uniform, [step_alone(group, position)]))
     stds = [step.std for step in group.sde_steps]
     expected = sum(std / sum(stds) * gradient for std, gradient in zip(stds, alone, strict=True))
-    torch.testing.assert_close(gradient_of(weighted, [group]), expected)
+    assert_same_gradient(gradient_of(weighted, [group]), expected)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -179,7 +185,7 @@ def test_the_normalised_ratio_starts_at_one_with_the_gradient_scaled_by_the_nois
     assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
     if len(groups[0].sde_steps) == 1:
         scaled = gradient_of(plain, groups) * groups[0].sde_steps[0].std
-        torch.testing.assert_close(gradient_of(normal, groups), scaled, rtol=1e-4, atol=1e-7)
+        assert_same_gradient(gradient_of(normal, groups), scaled)
 
 
 @pytest.mark.parametrize("update_rule", ["per_iteration", "per_sde_step"])
@@ -276,7 +282,7 @@ def test_a_group_with_infinite_latents_is_dropped_without_a_trace(
     assert {r.valid for r in report.records if r.group_id == broken.key.group_id} == {False}
     assert math.isfinite(report.grad_norms[0])
     gradient = torch.cat([engine.gradients[0][n].flatten() for n in sorted(engine.gradients[0])])
-    torch.testing.assert_close(gradient, gradient_of(config, [sound]) / 2)
+    assert_same_gradient(gradient, gradient_of(config, [sound]) / 2)
 
 
 def test_where_every_group_is_dropped_the_step_is_held() -> None:
@@ -311,13 +317,14 @@ def test_a_dropped_group_adds_no_kl_either() -> None:
     config = tiny_config(
         "g2rpo",
         model={"lora": {"rank": 2}},
-        learner={"kl_weight": 1.0},
+        # So that its gradient is as large as the policy's.
+        learner={"kl_weight": 1e3},
         advantage={"on_invalid": "drop_group"},
     )
     sound, other = draw_groups(config, policy=moved_policy())
     dropped = replace(other, rewards=torch.full_like(other.rewards, math.nan))
     both = gradient_of(config, [sound, dropped], moved_policy())
-    torch.testing.assert_close(both, gradient_of(config, [sound], moved_policy()) / 2)
+    assert_same_gradient(both, gradient_of(config, [sound], moved_policy()) / 2)
 
 
 def _break_a_block(policy: Policy, *, reference_only: bool = False) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from g2rpo_ray.learner.worker import Learner
+from g2rpo_ray.prompts.encoder import EncoderActor
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rollout.actor import RolloutActor
 from soaking import judge as judge_module
 from soaking.judge import RANGE, WRONG_ASKS, Judge, judging
 from soaking.watch import growth, role_of
@@ -96,7 +99,8 @@ def test_what_grows_is_found() -> None:
 
 
 def test_a_role_is_known_by_its_title() -> None:
-    assert role_of("ray::RolloutActor.rollout") == "worker"
+    for kind, role in ((RolloutActor, "worker"), (Learner, "rank"), (EncoderActor, "encoder")):
+        assert role_of(f"ray::{kind.__name__}.work") == role
     assert role_of("/somewhere/ray/core/src/ray/raylet/raylet") == "raylet"
     assert role_of("python") == "other"
 
