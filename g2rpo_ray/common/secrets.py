@@ -20,7 +20,8 @@ _TOKEN = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 """As services make them: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, NVIDIA, JWT."""
-_USERINFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
+_USERINFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
+"""Up to the last @: HTTP libraries take a password with one in it."""
 _IN_QUERY = re.compile(
     r"(?i)([?&](?:[\w.-]*(?:token|secret|password|signature|credential|_key)|api-?key|key|sig)=)"
     r"([^&\s'\"#]+)"

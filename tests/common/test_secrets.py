@@ -115,6 +115,8 @@ def test_text_that_is_shown_holds_no_secret(
     text = f"cannot reach https://me:{SECRET}@host/v1?a=1&api_key={SECRET}&b=2 with {HF}"
     clean = "cannot reach https://***@host/v1?a=1&api_key=***&b=2 with ***"
     assert redacted(text) == clean
+    two = redacted(f"https://me:p@{SECRET}@host/v1, https://a@b")
+    assert two == "https://***@host/v1, https://***@b"
 
     def fail(_: object) -> None:
         raise InputError(text)
