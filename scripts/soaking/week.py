@@ -261,9 +261,10 @@ def grew(name: str, early: float, late: float) -> bool:
     """Whether what should be flat is not.
 
     The disk holds a line of numbers for each iteration, Ray a log of each worker, and
-    its GCS the last 100,000 tasks and ended actors; all memory together depends on who is there.
+    its GCS the last 100,000 tasks and ended actors; all memory together depends on who is there,
+    and the raylet's PSS on the object store.
     """
-    if name in ("disk", "ray_logs", "pss", "gcs pss", "gcs rss"):
+    if name in ("disk", "ray_logs", "pss", "gcs pss", "gcs rss", "raylet pss"):
         return False
     if name.endswith(("files", "threads", "objects")):
         return late - early > MOST_NEW_FILES
