@@ -363,6 +363,7 @@ def test_the_plan_reaches_every_grid_and_shares_its_prefixes(
         walk += [(child, [*path, step.to_index]) for step, child in node.children.items()]
     grids = [completion_indices(steps, k, granularity)[:-1] for granularity in recipe]
     assert [reached[position] for position in range(len(recipe))] == grids
+    assert branch_plan(steps, k, recipe).depth == max(map(len, grids))
     assert count_g2rpo(steps, [k], recipe, 4).evaluations <= count_published_order(
         steps, [k], recipe, 4
     )

@@ -417,6 +417,15 @@ def test_a_group_without_a_member_left_is_not_trained_on() -> None:
     assert not report.taught
 
 
+def test_a_group_without_any_reward_stops_nothing_by_its_ratios() -> None:
+    config = tiny_config("flow_grpo", rewards={"oracle": {"kind": "oracle", "required": False}})
+    group = _with_a_member_far_away(config)
+    group.rewards[:] = math.nan
+    report = update(PlainEngine(tiny_policy()), [group], config)
+    assert {record.masked_members for record in report.records} == {1}
+    assert not report.taught
+
+
 def test_an_infinite_log_probability_stops_the_run_where_that_is_configured() -> None:
     config = tiny_config("flow_grpo")
     with pytest.raises(LearnerError, match="1 of 4 members is not finite"):
