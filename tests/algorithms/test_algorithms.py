@@ -50,7 +50,9 @@ def assert_counts_hold(config: Config, iteration: int = 0) -> int:
     policy = tiny_policy()
     counter = EvaluationCounter(policy)
     drawn = draw(config, policy, iteration)
-    pictures = sum(x0.shape[0] * x0.shape[1] for _, x0 in drawn.finished)
+    shapes = [x0.shape[:2] for _, x0 in drawn.finished]
+    assert set(shapes) == {(drawn.granularities, config.sampling.members)}
+    pictures = sum(granularities * members for granularities, members in shapes)
     counts = make_algorithm(config).counts(iteration)
     latents_in_learner = drawn.latents.shape[0] * drawn.latents.shape[1]
     assert counter.evaluations == counts.evaluations
