@@ -164,8 +164,8 @@ def test_step_weights_weigh_the_gradients_of_the_steps() -> None:
     alone = []
     for position in range(2):
         alone.append(gradient_of(uniform, [step_alone(group, position)]))
-    stds = [step.std for step in group.sde_steps]
-    expected = sum(std / sum(stds) * gradient for std, gradient in zip(stds, alone, strict=True))
+    stds = torch.tensor([step.std for step in group.sde_steps])
+    expected = (stds / stds.sum()) @ torch.stack(alone)
     assert_same_gradient(gradient_of(weighted, [group]), expected)
 
 
