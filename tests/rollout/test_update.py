@@ -54,6 +54,7 @@ def test_the_ratio_before_the_first_update_is_exactly_one(algorithm: str, batch_
     engine = PlainEngine(policy)
     report = update(engine, draw_groups(config, policy=policy), config)
     assert (sum(engine.ended), engine.ended[-1]) == (1, True)
+    assert report.taught
     assert len(report.records) == 2 * len(draw_group(policy, config).sde_steps)
     assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
     assert len(report.grad_norms) == 1
