@@ -53,9 +53,7 @@ def sample(nodes: Nodes, driver: Driver) -> dict[str, Any]:
             memory, files = process.memory_full_info(), process.num_fds()
             values = roles[role]
             values["pss"] = max(values["pss"], memory.pss / MIB)
-            # Of the raylet without the object store, which comes and goes and is shown by itself.
-            shared = memory.shared if role == "raylet" else 0
-            values["rss"] = max(values["rss"], (memory.rss - shared) / MIB)
+            values["rss"] = max(values["rss"], memory.rss / MIB)
             values["files"] = max(values["files"], files)
             values["threads"] = max(values["threads"], process.num_threads())
             values["count"] += 1

@@ -96,6 +96,11 @@ def test_what_grows_is_found() -> None:
     for leak, expected in ((0.0, []), (0.05, ["rank pss"])):
         found = growth(samples(leak), 100)
         assert [name for name, it in found.items() if grew(name, **it)] == expected
+    # As a week of sixty iterations saw them; and a leak.
+    assert not grew("store", 14.5, 28.7)
+    assert not grew("raylet rss", 94.8, 105.6)
+    assert grew("store", 14.5, 50.0)
+    assert grew("raylet rss", 94.8, 160.0)
 
 
 def test_a_role_is_known_by_its_title() -> None:
