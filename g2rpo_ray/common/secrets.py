@@ -20,7 +20,8 @@ _TOKEN = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 """As services make them: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, NVIDIA, JWT."""
-_USERINFO = re.compile(r"(?<=://)[^/\s@'\"]+(?=@)")
+_USERINFO = re.compile(r"(?<=://)[^/\s'\"]+(?=@)")
+"""Up to the last @: HTTP libraries take a password with one in it."""
 _IN_QUERY = re.compile(
     r"(?i)([?&](?:[\w.-]*(?:token|secret|password|signature|credential|_key)|api-?key|key|sig)=)"
     r"([^&\s'\"#]+)"
@@ -29,7 +30,8 @@ _IN_QUERY = re.compile(
 
 def looks_secret(name: str) -> bool:
     """Whether a variable of this name most likely holds a token, password or key."""
-    return any(word in name.upper() for word in SECRET_WORDS)
+    name = name.upper().replace("TOKENIZER", "")  # TOKENIZERS_PARALLELISM
+    return any(word in name for word in SECRET_WORDS)
 
 
 def secrets_in(tree: object, path: str = "") -> Iterator[str]:

@@ -88,7 +88,8 @@ class Crew:
 
     @property
     def ready(self) -> list[Member]:
-        return [member for member in self.members.values() if member.stage == "ready"]
+        # A copy: a thread that sends to a newcomer asks for them, too.
+        return [member for member in list(self.members.values()) if member.stage == "ready"]
 
     def watch(self, ref: Any, worker: int, what: str, task: int = -1) -> None:
         """Have the answer to ``ref`` come out of ``next_event``."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from g2rpo_ray.rollout.crew import PING_S, Crew
 from g2rpo_ray.rollout.dispatch import Dispatch
 from g2rpo_ray.rollout.member import Event
-from g2rpo_ray.rollout.phases import STORE, Phase
+from g2rpo_ray.rollout.phases import STORE
 from g2rpo_ray.rollout.waits import Waits
 
 PHASE = "phase"
@@ -51,13 +51,11 @@ class Watchdog:
                 f"does not answer: its own work takes {phase.own_s:.0f} s so far, and may take "
                 f"{allowed_s:.0f} (rollout.timeout_s, rollout.min_deadline_s)"
             )
-        if phase.waiting_for == STORE and held_s > self._limit_s:
-            return f"got no prompt in {held_s:.0f} s from {STORE} of its node (rollout.timeout_s)"
-        self._tell_of_wait(worker, phase, held_s)
+        # One that has just answered waits for its next prompt, while the answer is on its way.
+        waited_s = min(held_s, phase.waited_s) if phase.waiting_for == STORE else phase.waited_s
+        if phase.waiting_for == STORE and waited_s > self._limit_s:
+            return f"got no prompt in {waited_s:.0f} s from {STORE} of its node (rollout.timeout_s)"
+        if phase.waiting_for is not None:
+            self._waits.note(self._crew.members[worker].name, phase.waiting_for, waited_s)
         self._dispatch.prolong(worker, event.at_s + max(ASK_AGAIN_S, allowed_s - phase.own_s))
         return None
-
-    def _tell_of_wait(self, worker: int, phase: Phase, held_s: float) -> None:
-        if phase.waiting_for is not None:
-            waited_s = held_s if phase.waiting_for == STORE else phase.waited_s
-            self._waits.note(self._crew.members[worker].name, phase.waiting_for, waited_s)

@@ -16,7 +16,7 @@ from soaking.cluster import TITLES, Driver, Nodes
 MIB = 2**20
 ROLES = {
     **TITLES,
-    "encoder": "ray::PromptEncoder",
+    "encoder": "ray::EncoderActor",
     "serve": "ray::ServeController",
     "raylet": "/raylet/raylet",
     "gcs": "/gcs/gcs_server",

@@ -1,5 +1,6 @@
 """Every algorithm's draw: what it costs, which steps it trains, and what it gives the learner."""
 
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo_ray.algorithms import Draw, make_algorithm
+from g2rpo_ray.algorithms.mix_grpo import MixGrpo
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import compressed_indices
 from g2rpo_ray.maths.sde import euler_step
@@ -49,7 +51,9 @@ def assert_counts_hold(config: Config, iteration: int = 0) -> int:
     policy = tiny_policy()
     counter = EvaluationCounter(policy)
     drawn = draw(config, policy, iteration)
-    pictures = sum(x0.shape[0] * x0.shape[1] for _, x0 in drawn.finished)
+    shapes = [x0.shape[:2] for _, x0 in drawn.finished]
+    assert set(shapes) == {(drawn.granularities, config.sampling.members)}
+    pictures = sum(granularities * members for granularities, members in shapes)
     counts = make_algorithm(config).counts(iteration)
     latents_in_learner = drawn.latents.shape[0] * drawn.latents.shape[1]
     assert counter.evaluations == counts.evaluations
@@ -137,9 +141,10 @@ def test_the_decaying_window_moves_sooner_at_late_steps() -> None:
     assert [places.count(place) for place in range(4)] == [8, 8, 3, 2]
 
 
-def test_the_random_window_reaches_every_place() -> None:
+def test_the_random_window_goes_from_every_place_to_every_other() -> None:
     algorithm = make_algorithm(tiny_config("mix_grpo", mix_grpo={"schedule": "random"}))
-    assert {algorithm.trained_steps(i)[0] for i in range(100)} == {0, 1, 2, 3}
+    places = [algorithm.trained_steps(iteration)[0] for iteration in range(200)]
+    assert set(pairwise(places)) == set(product(range(4), repeat=2))
 
 
 def test_the_random_share_of_steps_differs_between_iterations() -> None:
@@ -201,6 +206,17 @@ def test_flash_of_ratio_one_by_euler_is_the_plain_walk() -> None:
     plain = draw_group(tiny_policy(), tiny_config("mix_grpo"))
     flash = tiny_config("mix_grpo", mix_grpo={"flash": "euler", "flash_ratio": 1.0})
     assert torch.equal(draw_group(tiny_policy(), flash).rewards, plain.rewards)
+
+
+def test_only_the_solver_s_flash_is_of_second_order_and_from_the_window_s_end() -> None:
+    drawn = {}
+    for flash in ("off", "euler", "dpm_solver"):
+        config = tiny_config("mix_grpo", mix_grpo={"flash": flash, "flash_ratio": 1.0})
+        ends = [MixGrpo(config).second_order_from(iteration) for iteration in range(3)]
+        assert ends == ([2, 3, 4] if flash == "dpm_solver" else [None] * 3)
+        drawn[flash] = draw_group(tiny_policy(), config)
+    assert torch.equal(drawn["dpm_solver"].latents, drawn["off"].latents)
+    assert not torch.equal(drawn["dpm_solver"].rewards, drawn["off"].rewards)
 
 
 def test_the_draw_of_a_large_batch_is_that_of_a_small_one() -> None:

@@ -70,7 +70,7 @@ def test_a_secret_is_refused_by_its_key_and_not_repeated(
         "rewards.mine.options.url=https://${JUDGE_USER}:${JUDGE_PASSWORD}@judge/v1?key=${JUDGE_KEY}",
         "rewards.mine.options.api_key_env=JUDGE_KEY",
         "rewards.mine.runtime_env.pip=['git+ssh://git@host/a/b.git', 'https://${USER}@h/a.whl']",
-        "rewards.mine.runtime_env.env_vars={LEVEL: '3', PIP_INDEX_URL: 'https://host/simple'}",
+        "rewards.mine.runtime_env.env_vars={TOKENIZERS_PARALLELISM: 'false', PIP_INDEX_URL: 'https://host/simple'}",
         "rewards.mine.label_selector={ray.io/accelerator-type: H100}",
         "prompts.key=caption",
         "run_dir=/models/task-force-of-a-very-long-name-2/desk-lamp",
@@ -115,6 +115,8 @@ def test_text_that_is_shown_holds_no_secret(
     text = f"cannot reach https://me:{SECRET}@host/v1?a=1&api_key={SECRET}&b=2 with {HF}"
     clean = "cannot reach https://***@host/v1?a=1&api_key=***&b=2 with ***"
     assert redacted(text) == clean
+    two = redacted(f"https://me:p@{SECRET}@host/v1, https://a@b")
+    assert two == "https://***@host/v1, https://***@b"
 
     def fail(_: object) -> None:
         raise InputError(text)

@@ -1,9 +1,11 @@
 """Ranks that were given up and still reach the storage change nothing of those in their place."""
 
 import multiprocessing
+import os
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,3 +121,23 @@ def test_a_rank_that_stands_still_does_not_hold_up_those_in_its_place(
         assert Fence(tmp_path).following().generation == 2
     with pytest.raises(FencedError), old.held():
         pass
+
+
+@pytest.mark.parametrize("meanwhile", ["writes", "deletes"])
+def test_what_older_ranks_still_write_or_delete_does_not_stop_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    half = begin(tmp_path, 5, -5.0, Fence(tmp_path).following())
+    (left_over,) = half.parent.glob(".iteration_*")
+    rmdir = os.rmdir
+
+    def slow_rmdir(path: Any, **options: Any) -> None:
+        if Path(path).name == left_over.name:
+            monkeypatch.setattr(os, "rmdir", rmdir)
+            (left_over / "late").touch() if meanwhile == "writes" else left_over.rmdir()
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", slow_rmdir)
+    new = Fence(tmp_path).following()
+    commit(begin(tmp_path, 5, 5.0, new), 5, new)
+    assert open_checkpoint(half)[1]["weight.a"].tolist() == [5.0] * 4

@@ -117,6 +117,19 @@ def test_advantages_need_members_to_compare(shape: tuple[int, ...]) -> None:
         integrate_advantages(torch.zeros(shape), [1.0], clamp=5.0, min_spread=0.0)
 
 
+@pytest.mark.parametrize("shift", [0.0, -1.0])
+def test_a_schedule_needs_a_positive_shift_and_a_step(shift: float) -> None:
+    with pytest.raises(ValueError, match="must be greater than 0"):
+        static_shift_schedule(6, shift)
+    with pytest.raises(ValueError, match="at least 1 step"):
+        static_shift_schedule(0, 3.0)
+
+
+def test_a_granularity_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="granularity is 0; it must be at least 1"):
+        completion_indices(6, 0, 0)
+
+
 @pytest.mark.parametrize("index", [-1, 5, 6])
 def test_a_stochastic_step_out_of_range_is_refused(index: int) -> None:
     with pytest.raises(ValueError, match="0 to 4"):
@@ -130,3 +143,5 @@ def test_narrow_latents_are_refused() -> None:
     narrow = torch.zeros(1, 4, 16, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="float32 or float64"):
         step.mean(narrow, narrow)
+    with pytest.raises(TypeError, match="float32 or float64"):
+        step.log_prob(narrow, narrow)

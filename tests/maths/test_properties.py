@@ -218,6 +218,13 @@ def test_the_log_probability_is_that_of_the_normal_distribution(step: SdeStep, s
 
 
 @given(sde_steps(), seeds)
+def test_the_squared_error_is_without_the_variance(step: SdeStep, seed: int) -> None:
+    next_x, mean = normal(2, 3, 4, 5, seed=seed)
+    expected = -((next_x - mean) ** 2).flatten(1).mean(dim=1)
+    torch.testing.assert_close(step.log_prob(next_x, mean, "squared_error"), expected)
+
+
+@given(sde_steps(), seeds)
 def test_the_injected_noise_has_the_step_s_deviation(step: SdeStep, seed: int) -> None:
     noise = normal(4, 100, 10, seed=seed)
     mean = torch.zeros_like(noise)
@@ -293,16 +300,16 @@ def test_the_normalised_log_ratio_is_the_noise_along_the_move(step: SdeStep, see
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_health_is_that_of_plain_python(clip: float) -> None:
-    # Inside, at the edge of clip 0, out on both sides, with an advantage for, against and of none.
-    log_ratios = [0.05, 0.0, 0.3, 0.3, 0.3, -0.2, -0.2, -0.2]
-    advantages = [1.0, 1.0, 2.0, -1.0, 0.0, 1.0, -2.0, 0.0]
+    # Inside, at the edges of clip 0, out on both sides; with an advantage for, against and of none.
+    log_ratios = [0.05, 0.0, 0.0, 0.3, 0.3, 0.3, -0.2, -0.2, -0.2]
+    advantages = [1.0, 1.0, -1.0, 2.0, -1.0, 0.0, 1.0, -2.0, 0.0]
     health = policy_health(torch.tensor(log_ratios), torch.tensor(advantages), clip)
     assert health.ratio_mean == pytest.approx(fmean(map(math.exp, log_ratios)))
     assert health.max_abs_log_ratio == pytest.approx(0.3)
     kl = fmean(math.exp(x) - 1 - x for x in log_ratios)
     assert health.approx_kl == pytest.approx(kl, rel=1e-5)
-    assert health.clip_fraction_low == 1 / 8
-    assert health.clip_fraction_high == (2 if clip == 0 else 1) / 8
+    assert health.clip_fraction_low == pytest.approx(1 / 9)
+    assert health.clip_fraction_high == pytest.approx((2 if clip == 0 else 1) / 9)
 
 
 def test_what_health_is_read_from_holds_no_graph() -> None:
@@ -356,6 +363,7 @@ def test_the_plan_reaches_every_grid_and_shares_its_prefixes(
         walk += [(child, [*path, step.to_index]) for step, child in node.children.items()]
     grids = [completion_indices(steps, k, granularity)[:-1] for granularity in recipe]
     assert [reached[position] for position in range(len(recipe))] == grids
+    assert branch_plan(steps, k, recipe).depth == max(map(len, grids))
     assert count_g2rpo(steps, [k], recipe, 4).evaluations <= count_published_order(
         steps, [k], recipe, 4
     )

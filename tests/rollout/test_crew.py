@@ -200,3 +200,16 @@ def test_that_more_find_no_place_is_told_once(
     (line,) = told
     assert "no place yet for 2 more; going on with 1" in line
     assert "2 placing" in line
+
+
+def test_members_may_come_while_another_thread_asks_who_is_ready(crew: Crew) -> None:
+    class Coming:
+        """While it is looked at, one more is there."""
+
+        @property
+        def stage(self) -> str:
+            crew.members[1 + len(crew.members)] = crew.members[0]
+            return "ready"
+
+    crew.members[1] = Coming()  # type: ignore[assignment]
+    assert len(crew.ready) == 1

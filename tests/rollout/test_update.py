@@ -11,7 +11,7 @@ from torch import Tensor
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerError
-from g2rpo_ray.learner.update import UpdateReport, update_on_groups
+from g2rpo_ray.learner.update import UpdateReport, assign, update_on_groups
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.sampling.group import RolloutGroup
 from tests.rollout.tiny import ALGORITHMS, PlainEngine, draw_group, tiny_config, tiny_policy
@@ -35,6 +35,12 @@ def gradient_of(config: Config, groups: list[RolloutGroup], policy: Policy | Non
     return torch.cat([first[name].flatten() for name in sorted(first)])
 
 
+def assert_same_gradient(found: Tensor, expected: Tensor) -> None:
+    """By its own size: of these, many numbers are smaller than PyTorch's usual tolerance."""
+    assert expected.norm() > 0
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
 def draw_groups(config: Config, count: int = 2, policy: Policy | None = None) -> list[RolloutGroup]:
     policy = policy or tiny_policy()
     return [draw_group(policy, config, group_id) for group_id in range(count)]
@@ -45,7 +51,10 @@ def draw_groups(config: Config, count: int = 2, policy: Policy | None = None) ->
 def test_the_ratio_before_the_first_update_is_exactly_one(algorithm: str, batch_size: int) -> None:
     config = tiny_config(algorithm, rollout={"batch_size": batch_size})
     policy = tiny_policy()
-    report = update(PlainEngine(policy), draw_groups(config, policy=policy), config)
+    engine = PlainEngine(policy)
+    report = update(engine, draw_groups(config, policy=policy), config)
+    assert (sum(engine.ended), engine.ended[-1]) == (1, True)
+    assert report.taught
     assert len(report.records) == 2 * len(draw_group(policy, config).sde_steps)
     assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
     assert len(report.grad_norms) == 1
@@ -67,12 +76,46 @@ def test_an_update_for_each_step_moves_the_ratio_of_the_next(algorithm: str) -> 
         assert (record.health.max_abs_log_ratio == 0.0) == (record.update == 0)
 
 
+def step_alone(group: RolloutGroup, position: int) -> RolloutGroup:
+    return replace(
+        group,
+        sde_steps=[group.sde_steps[position]],
+        step_indices=[group.step_indices[position]],
+        latents=group.latents[position, None],
+        velocities=group.velocities[position, None],
+        rewards=group.rewards[:, :, position, None],
+    )
+
+
+def test_an_update_for_each_step_is_of_the_size_of_one_on_that_step_alone() -> None:
+    config = tiny_config("g2rpo", learner={"update": "per_sde_step"})
+    groups = draw_groups(config)
+    alone = gradient_of(tiny_config("g2rpo"), [step_alone(group, 0) for group in groups])
+    assert_same_gradient(gradient_of(config, groups), alone)
+
+
+def test_several_steps_that_fit_are_one_pass_of_the_network() -> None:
+    config = tiny_config("g2rpo", learner={"steps_per_pass": 3})
+    groups = draw_groups(config, count=1)
+    engine = PlainEngine(tiny_policy())
+    forward = mock.Mock(wraps=engine.policy.forward)
+    engine.policy.forward = forward  # type: ignore[method-assign]
+    update(engine, groups, config)
+    assert (forward.call_count, engine.ended) == (1, [True])
+
+
+def test_ranks_without_a_group_of_their_own_repeat_one_with_weight_zero() -> None:
+    assert assign(5, 0, 2) == [(0, 1.0), (2, 1.0), (4, 1.0)]
+    assert assign(5, 1, 2) == [(1, 1.0), (3, 1.0), (0, 0.0)]
+    assert assign(1, 2, 3) == [(0, 0.0)]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_batch_of_the_passes_does_not_change_the_gradient(algorithm: str) -> None:
     config = tiny_config(algorithm)
     groups = draw_groups(config)
     split = [replace(group, batch_size=1) for group in groups]
-    torch.testing.assert_close(gradient_of(config, groups), gradient_of(config, split))
+    assert_same_gradient(gradient_of(config, groups), gradient_of(config, split))
 
 
 @pytest.mark.parametrize("algorithm", ["mix_grpo", "flow_grpo", "dance_grpo"])
@@ -100,7 +143,7 @@ def test_the_order_of_prompts_changes_nothing(algorithm: str) -> None:
     config = tiny_config(algorithm)
     groups = draw_groups(config)
     forward = gradient_of(config, groups)
-    torch.testing.assert_close(gradient_of(config, groups[::-1]), forward)
+    assert_same_gradient(gradient_of(config, groups[::-1]), forward)
 
 
 def test_ranks_that_share_the_groups_add_up_to_one_rank() -> None:
@@ -112,7 +155,7 @@ def test_ranks_that_share_the_groups_add_up_to_one_rank() -> None:
         update(engine, [group], config, prompts=2, ranks=2)
         gradient = engine.gradients[0]
         parts.append(torch.cat([gradient[name].flatten() for name in sorted(gradient)]))
-    torch.testing.assert_close((parts[0] + parts[1]) / 2, gradient_of(config, groups))
+    assert_same_gradient((parts[0] + parts[1]) / 2, gradient_of(config, groups))
 
 
 def test_step_weights_weigh_the_gradients_of_the_steps() -> None:
@@ -121,18 +164,10 @@ def test_step_weights_weigh_the_gradients_of_the_steps() -> None:
     group = draw_group(tiny_policy(), uniform)
     alone = []
     for position in range(2):
-        part = replace(
-            group,
-            sde_steps=[group.sde_steps[position]],
-            step_indices=[group.step_indices[position]],
-            latents=group.latents[position, None],
-            velocities=group.velocities[position, None],
-            rewards=group.rewards[:, :, position, None],
-        )
-        alone.append(gradient_of(uniform, [part]))
-    stds = [step.std for step in group.sde_steps]
-    expected = sum(std / sum(stds) * gradient for std, gradient in zip(stds, alone, strict=True))
-    torch.testing.assert_close(gradient_of(weighted, [group]), expected)
+        alone.append(gradient_of(uniform, [step_alone(group, position)]))
+    stds = torch.tensor([step.std for step in group.sde_steps])
+    expected = (stds / stds.sum()) @ torch.stack(alone)
+    assert_same_gradient(gradient_of(weighted, [group]), expected)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -151,7 +186,7 @@ def test_the_normalised_ratio_starts_at_one_with_the_gradient_scaled_by_the_nois
     assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
     if len(groups[0].sde_steps) == 1:
         scaled = gradient_of(plain, groups) * groups[0].sde_steps[0].std
-        torch.testing.assert_close(gradient_of(normal, groups), scaled, rtol=1e-4, atol=1e-7)
+        assert_same_gradient(gradient_of(normal, groups), scaled)
 
 
 @pytest.mark.parametrize("update_rule", ["per_iteration", "per_sde_step"])
@@ -173,6 +208,22 @@ def test_old_log_probabilities_of_the_learner_make_up_for_another_rollout(
     from_rollout = tiny_config(algorithm)
     compared = update(PlainEngine(policy), groups, from_rollout)
     assert max(r.health.max_abs_log_ratio for r in compared.records) > 0
+
+
+@pytest.mark.parametrize("old_log_prob", ["rollout", "learner"])
+def test_old_log_probabilities_of_the_learner_hold_for_every_update_of_an_iteration(
+    old_log_prob: str,
+) -> None:
+    settings = {"old_log_prob": old_log_prob, "update": "per_sde_step"}
+    config = tiny_config("g2rpo", learner=settings)
+    groups = draw_groups(config)
+    policy = tiny_policy()
+    with torch.no_grad():
+        policy.transformer.proj_out.weight.mul_(1.001)
+    # Steps that move nothing: what is left is the difference to the rollout.
+    report = update(PlainEngine(policy, learning_rate=0.0), groups, config)
+    moved = {record.health.max_abs_log_ratio > 0 for record in report.records}
+    assert moved == {old_log_prob == "rollout"}
 
 
 def test_kl_is_zero_at_the_reference_and_grows_away_from_it() -> None:
@@ -232,7 +283,7 @@ def test_a_group_with_infinite_latents_is_dropped_without_a_trace(
     assert {r.valid for r in report.records if r.group_id == broken.key.group_id} == {False}
     assert math.isfinite(report.grad_norms[0])
     gradient = torch.cat([engine.gradients[0][n].flatten() for n in sorted(engine.gradients[0])])
-    torch.testing.assert_close(gradient, gradient_of(config, [sound]) / 2)
+    assert_same_gradient(gradient, gradient_of(config, [sound]) / 2)
 
 
 def test_where_every_group_is_dropped_the_step_is_held() -> None:
@@ -245,17 +296,36 @@ def test_where_every_group_is_dropped_the_step_is_held() -> None:
     assert engine.held == [True, False]
 
 
+def test_a_step_is_held_only_where_nothing_in_it_is_left() -> None:
+    def held(lost_step: int, **learner: Any) -> list[bool]:
+        config = tiny_config(
+            "g2rpo",
+            g2rpo={"sde_steps": [0, 1]},
+            advantage={"on_invalid": "drop_group"},
+            learner=learner,
+        )
+        (group,) = draw_groups(config, count=1)
+        group.rewards[:, :, lost_step] = math.nan
+        engine = PlainEngine(tiny_policy())
+        update(engine, [group], config)
+        return engine.held
+
+    assert held(0, steps_per_pass=2) == held(1, steps_per_pass=2) == [False]
+    assert held(1, update="per_sde_step") == [False, True]
+
+
 def test_a_dropped_group_adds_no_kl_either() -> None:
     config = tiny_config(
         "g2rpo",
         model={"lora": {"rank": 2}},
-        learner={"kl_weight": 1.0},
+        # So that its gradient is as large as the policy's.
+        learner={"kl_weight": 1e3},
         advantage={"on_invalid": "drop_group"},
     )
     sound, other = draw_groups(config, policy=moved_policy())
     dropped = replace(other, rewards=torch.full_like(other.rewards, math.nan))
     both = gradient_of(config, [sound, dropped], moved_policy())
-    torch.testing.assert_close(both, gradient_of(config, [sound], moved_policy()) / 2)
+    assert_same_gradient(both, gradient_of(config, [sound], moved_policy()) / 2)
 
 
 def _break_a_block(policy: Policy, *, reference_only: bool = False) -> None:
@@ -345,6 +415,15 @@ def test_a_group_without_a_member_left_is_not_trained_on() -> None:
     group = replace(group, velocities=torch.full_like(group.velocities, 1e30))
     report = update(PlainEngine(tiny_policy()), [group], config)
     assert not any(record.valid for record in report.records)
+    assert not report.taught
+
+
+def test_a_group_without_any_reward_stops_nothing_by_its_ratios() -> None:
+    config = tiny_config("flow_grpo", rewards={"oracle": {"kind": "oracle", "required": False}})
+    group = _with_a_member_far_away(config)
+    group.rewards[:] = math.nan
+    report = update(PlainEngine(tiny_policy()), [group], config)
+    assert {record.masked_members for record in report.records} == {1}
     assert not report.taught
 
 

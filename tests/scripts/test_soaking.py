@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from g2rpo_ray.learner.worker import Learner
+from g2rpo_ray.prompts.encoder import EncoderActor
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+from g2rpo_ray.rollout.actor import RolloutActor
 from soaking import judge as judge_module
 from soaking.judge import RANGE, WRONG_ASKS, Judge, judging
 from soaking.watch import growth, role_of
@@ -93,10 +96,16 @@ def test_what_grows_is_found() -> None:
     for leak, expected in ((0.0, []), (0.05, ["rank pss"])):
         found = growth(samples(leak), 100)
         assert [name for name, it in found.items() if grew(name, **it)] == expected
+    # As a week of sixty iterations saw them; and a leak.
+    assert not grew("store", 14.5, 28.7)
+    assert not grew("raylet rss", 94.8, 105.6)
+    assert grew("store", 14.5, 50.0)
+    assert grew("raylet rss", 94.8, 160.0)
 
 
 def test_a_role_is_known_by_its_title() -> None:
-    assert role_of("ray::RolloutActor.rollout") == "worker"
+    for kind, role in ((RolloutActor, "worker"), (Learner, "rank"), (EncoderActor, "encoder")):
+        assert role_of(f"ray::{kind.__name__}.work") == role
     assert role_of("/somewhere/ray/core/src/ray/raylet/raylet") == "raylet"
     assert role_of("python") == "other"
 

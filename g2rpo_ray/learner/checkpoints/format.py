@@ -86,7 +86,8 @@ def prepare_checkpoint(folder: Path, size_bytes: int = 0, fence: Fence = UNFENCE
     """
     with _removed_on_failure(folder, fence), fence.held():
         for left_over in folder.parent.glob(".iteration_*"):
-            shutil.rmtree(left_over)
+            # Ranks that were given up may write or delete there still: the next one takes the rest.
+            shutil.rmtree(left_over, ignore_errors=True)
         _temporary(folder, fence).mkdir(parents=True)
         check_room(folder, size_bytes, "a checkpoint")
 
