@@ -23,13 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from g2rpo_ray.plan.arithmetic import describe
-    from g2rpo_ray.run.folder import write_resolved
-
     config = read_config(options)
+    from g2rpo_ray.plan.arithmetic import describe
+
     print(describe(config), flush=True)
     if options.dry_run:
         from g2rpo_ray.plan.plan import encoding_lines
+        from g2rpo_ray.run.folder import write_resolved
 
         print(*encoding_lines(config), sep="\n")
         print(f"resolved configuration: {write_resolved(config)}")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import diffusers
 import numpy as np
 import torch
 from torch import Tensor
@@ -87,6 +86,8 @@ class Family(ABC):
     @property
     def pipeline_class(self) -> Any:
         """Of diffusers."""
+        import diffusers
+
         return getattr(diffusers, self.pipeline)
 
     def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:
@@ -208,6 +209,8 @@ class Family(ABC):
         return sigmas
 
     def _sigmas(self, steps: int, tokens: int, mu: float | None, even: bool) -> Tensor:
+        import diffusers
+
         scheduler = getattr(diffusers, self.scheduler).from_config(self.scheduler_config)
         c = scheduler.config
         if mu is None and c.use_dynamic_shifting:

@@ -3,13 +3,11 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
-from accelerate import init_empty_weights
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.weight_files import TensorPlace, chosen_files, find_weights
@@ -153,14 +151,16 @@ def _stem(part: str) -> str:
 
 
 def _class_of(family: Family, part: str) -> Any:
-    library = diffusers if part in ("transformer", "vae") else transformers
-    return getattr(library, family.parts[part])
+    library = "diffusers" if part in ("transformer", "vae") else "transformers"
+    return getattr(import_module(library), family.parts[part])
 
 
 def _random_network(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str
 ) -> Any:
     """Small random numbers in every layer, the same ones in every role on the same kind of card."""
+    from accelerate import init_empty_weights
+
     with init_empty_weights(include_buffers=False):
         network = cls.from_config(config).to(dtype)
     # Tables of positions are buffers: no weights, and not to be random.
