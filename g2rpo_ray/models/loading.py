@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.common.weight_files import TensorPlace, chosen_files, find_weights
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.families import check_guidance, latents_of, open_family
@@ -42,10 +42,12 @@ def check_model(config: Config) -> Path:
         raise ModelFolderError(f"model.path {config.model.path!r}: no such folder ({folder})")
     family = open_family(folder)
     for part in family.parts:
+        if is_network(part) and not _is_random(config.model, part):
+            places = part_weights(config.model, part)
+            _tell_unread(folder / part, {place.file.name for place in places.values()})
+        if is_shipped(folder):
+            continue
         if is_network(part):
-            if not _is_random(config.model, part):
-                places = part_weights(config.model, part)
-                _tell_unread(folder / part, {place.file.name for place in places.values()})
             with _named_errors(folder / part, family.parts[part]):
                 _make_empty(family, part, folder / part)
         else:

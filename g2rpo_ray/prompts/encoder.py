@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +59,11 @@ class PromptEncoder:
             embeds = replace(self._kept_or_made(text), negative=negative)
         return Prompt(prompt_id, text, embeds)
 
+    def prepare(self) -> None:
+        """Load the text encoders while other roles start, where prompts to train on need them."""
+        if open_embeddings(self._config.prompts.train) is None:
+            _ = self._encoder
+
     def _embeds(self, text: str) -> Conditioning:
         return self._read(text) or self._encoder.encode(text)
 
@@ -91,8 +97,10 @@ class EncoderActor:
 
     def __init__(self, config: Config, kept: Sequence[Path]) -> None:
         self._encoder = PromptEncoder(config, kept)
-        self._asked: PriorityQueue[tuple[float, int, Callable[[], Prompt], Future[Prompt]]]
+        self._asked: PriorityQueue[tuple[float, int, Callable[[], Any], Future[Any]]]
         self._asked, self._numbers = PriorityQueue(), count()
+        # What fails there fails again for the first prompt, and is told then.
+        self._asked.put((-math.inf, next(self._numbers), self._encoder.prepare, Future()))
         # Threads of PyTorch are a setting of each thread that computes.
         self._threads = config.encoder_threads
         threading.Thread(target=self._serve, daemon=True).start()
@@ -107,7 +115,7 @@ class EncoderActor:
     async def encode_heldout(self, prompt_id: int, text: str) -> Prompt:
         """After all that is trained on."""
         work = partial(self._encoder.encode_heldout, prompt_id, text)
-        return await self._answer(float("inf"), work)
+        return await self._answer(math.inf, work)
 
     async def _answer(self, place: float, work: Callable[[], Prompt]) -> Prompt:
         answer: Future[Prompt] = Future()

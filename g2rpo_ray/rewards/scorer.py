@@ -18,8 +18,8 @@ class ScorerError(InputError):
 
 
 class RewardScorer(ABC):
-    """A reward model, without Ray. Importing its module must be cheap, as settings are checked by it:
-    PyTorch and other libraries are imported where they are used."""
+    """A reward model, without Ray. Importing its module must be cheap, as settings are checked by
+    it: PyTorch and other libraries are imported where they are used."""
 
     class Options(Section):
         """Settings under ``rewards.<name>.options``; subclasses add theirs."""
