@@ -10,6 +10,15 @@ CONFIG ?= configs/quickstart.yaml
 # and its Ray cluster.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
+# uv is faster, and takes PyTorch's CPU build where there is no card. It reads no settings of pip's:
+# where it cannot reach its index, pip may reach its own.
+define install
+	@set -- --quiet --constraint constraints.txt --editable $(1); \
+	  { command -v uv >/dev/null && \
+	    uv pip install --python $(BIN)/python --torch-backend=auto "$$@"; } || \
+	  $(BIN)/python -m pip install "$$@"
+endef
+
 .PHONY: help quickstart test test-long lint docs format clean constraints
 
 help:  ## show this list
@@ -47,11 +56,11 @@ $(VENV)/.installed: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import ensurepip' || \
 	  { echo "Python's venv is missing: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(call install,.)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(call install,'.[dev]')
 	@touch $@
 
 constraints:  ## write constraints.txt from the newest versions that pyproject.toml allows

@@ -98,6 +98,8 @@ def load_part(
     if chosen_files(folder, _stem(part), model.variant):
         options["variant"] = model.variant
     if part.startswith("text_encoder"):
+        # Its bar would stand between the lines of who asked for this.
+        import_module("transformers.utils.logging").disable_progress_bar()
         # transformers' own error names no tensor; ours, made from the same finding, does.
         options["ignore_mismatched_sizes"] = True
     with _named_errors(folder, cls.__name__):

@@ -26,7 +26,7 @@ def test_workers_keep_their_room_while_reward_servers_take_theirs(
         yield False
 
     @contextmanager
-    def servers(*_: object) -> Iterator[None]:
+    def servers(*_: object, **__: object) -> Iterator[None]:
         free.append(ray.available_resources().get("CPU", 0.0))
         raise StartedError
         yield
