@@ -10,12 +10,14 @@ CONFIG ?= configs/quickstart.yaml
 # and its Ray cluster.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
-# uv is faster, and takes PyTorch's CPU build where there is no card. It reads no settings of pip's:
-# where it cannot reach its index, pip may reach its own.
+# uv is faster, and takes PyTorch's build for the CPU where there is no card. Where an index of its own
+# is out of reach it tries without, and pip, whose settings it does not read, comes last.
 define install
 	@set -- --quiet --constraint constraints.txt --editable $(1); \
-	  { command -v uv >/dev/null && \
-	    uv pip install --python $(BIN)/python --torch-backend=auto "$$@"; } || \
+	  for build in --torch-backend=auto --no-progress; do \
+	    command -v uv >/dev/null && \
+	      uv pip install --python $(BIN)/python --compile-bytecode $$build "$$@" 2>/dev/null && exit; \
+	  done; \
 	  $(BIN)/python -m pip install "$$@"
 endef
 
