@@ -3,6 +3,7 @@
 import argparse
 
 from g2rpo_ray.commands.options import add_config, read_config
+from g2rpo_ray.common.imports import uncollected
 
 HELP = "train a model with a configuration"
 
@@ -24,7 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     config = read_config(options)
-    from g2rpo_ray.plan.arithmetic import describe
+    with uncollected():
+        from g2rpo_ray.plan.arithmetic import describe
 
     print(describe(config), flush=True)
     if options.dry_run:
@@ -35,6 +37,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"resolved configuration: {write_resolved(config)}")
         return
 
-    from g2rpo_ray.training.train import train
+    with uncollected():
+        from g2rpo_ray.training.train import train
 
     train(config, options.resume)

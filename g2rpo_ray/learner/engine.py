@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo_ray.common.errors import RunError
+from g2rpo_ray.common.imports import uncollected
 from g2rpo_ray.config.learner import LearnerSection
 from g2rpo_ray.learner.checkpoints.parts import StatePart, StateReader
 from g2rpo_ray.learner.state import MOMENTS, MasterState, load_whole_weights
@@ -29,7 +30,8 @@ def _deepspeed() -> Any:
     # Read at its import: without a CUDA card it must not look for one.
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
+    with uncollected():
+        import deepspeed
 
     return deepspeed
 

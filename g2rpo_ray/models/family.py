@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.imports import uncollected
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.latents import LatentShape
 
@@ -86,9 +87,10 @@ class Family(ABC):
     @property
     def pipeline_class(self) -> Any:
         """Of diffusers."""
-        import diffusers
+        with uncollected():
+            import diffusers
 
-        return getattr(diffusers, self.pipeline)
+            return getattr(diffusers, self.pipeline)
 
     def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:
         """How diffusers' pipeline is told the guidance, as keyword arguments."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from g2rpo_ray.common.imports import uncollected
 from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.common.weight_files import TensorPlace, chosen_files, find_weights
 from g2rpo_ray.config import Config, ModelSection
@@ -156,7 +157,8 @@ def _stem(part: str) -> str:
 
 def _class_of(family: Family, part: str) -> Any:
     library = "diffusers" if part in ("transformer", "vae") else "transformers"
-    return getattr(import_module(library), family.parts[part])
+    with uncollected():
+        return getattr(import_module(library), family.parts[part])
 
 
 def _random_network(
