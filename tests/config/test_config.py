@@ -180,7 +180,10 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["rewards.own.options", "target", "no_colon"],
         ),
         (["rewards.clip.beside=nobody"], ["rewards.clip.beside", "'nobody'", "hps"]),
-        (["rewards.hps.beside=clip"], ["rewards.", "beside", "there is none"]),
+        (
+            ["rewards.hps.beside=clip", "rewards.hps.cpus_per_replica=1"],
+            ["rewards.", "beside", "there is none"],
+        ),
         (
             ["rewards.clip.threads=2", "rewards.clip.label_selector={a: b}"],
             ["rewards.clip", "label_selector, threads cannot be set", "beside 'hps'"],
