@@ -60,7 +60,7 @@ class PromptEncoder:
         return Prompt(prompt_id, text, embeds)
 
     def prepare(self) -> None:
-        """Load the text encoders while other roles start, where prompts to train on need them."""
+        """Load the text encoders, unless prompts to train on were embedded."""
         if open_embeddings(self._config.prompts.train) is None:
             _ = self._encoder
 
@@ -99,26 +99,31 @@ class EncoderActor:
         self._encoder = PromptEncoder(config, kept)
         self._asked: PriorityQueue[tuple[float, int, Callable[[], Any], Future[Any]]]
         self._asked, self._numbers = PriorityQueue(), count()
-        # What fails there fails again for the first prompt, and is told then.
-        self._asked.put((-math.inf, next(self._numbers), self._encoder.prepare, Future()))
         # Threads of PyTorch are a setting of each thread that computes.
         self._threads = config.encoder_threads
         threading.Thread(target=self._serve, daemon=True).start()
+
+    async def prepare(self) -> None:
+        """Before a run trains: what its prompts need is loaded while the other roles start."""
+        await self._answer(-math.inf, self._encoder.prepare)
 
     async def encode(self, prompt_id: int, text: str, place: float) -> Prompt:
         """
         Args:
             place: what waits with a lower one goes first; Ray brings requests in any order.
         """
-        return await self._answer(place, partial(self._encoder.encode, prompt_id, text))
+        work = partial(self._encoder.encode, prompt_id, text)
+        prompt: Prompt = await self._answer(place, work)
+        return prompt
 
     async def encode_heldout(self, prompt_id: int, text: str) -> Prompt:
         """After all that is trained on."""
         work = partial(self._encoder.encode_heldout, prompt_id, text)
-        return await self._answer(math.inf, work)
+        prompt: Prompt = await self._answer(math.inf, work)
+        return prompt
 
-    async def _answer(self, place: float, work: Callable[[], Prompt]) -> Prompt:
-        answer: Future[Prompt] = Future()
+    async def _answer(self, place: float, work: Callable[[], Any]) -> Any:
+        answer: Future[Any] = Future()
         self._asked.put((place, next(self._numbers), work, answer))
         return await asyncio.wrap_future(answer)
 

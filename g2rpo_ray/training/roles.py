@@ -133,6 +133,8 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
             kind.started(config, room, kept, workers, tell) as (rewards, encoder, pool),
             _evaluation_pool(config, rewards, tell) as evaluation_pool,
         ):
+            # What fails there fails again for the first prompt, and is told then.
+            encoder.actor.prepare.remote()
             kind.wait(config)
             learner = starting.result()
             tell(f"training {learner.coverage}")
