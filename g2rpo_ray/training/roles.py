@@ -35,7 +35,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.models.weights import WeightReceipt
-from g2rpo_ray.plan.networks import policy_size
+from g2rpo_ray.plan.networks import evaluation_tflop
 from g2rpo_ray.prompts.encoder import EncoderActor
 from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.client import RewardClient
@@ -138,16 +138,12 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
             kind.wait(config)
             learner = starting.result()
             tell(f"training {learner.coverage}")
-            tflop = learner.ranks[0].__ray_call__.remote(_evaluation_tflop, config)
+            tflop = learner.ranks[0].__ray_call__.remote(evaluation_tflop, config)
             pool.wait_until_ready()
             if evaluation_pool is not None:
                 evaluation_pool.wait_until_ready()
             sync = make_weight_sync(config)
             yield Roles(encoder, pool, learner, sync, rewards, ray.get(tflop), evaluation_pool)
-
-
-def _evaluation_tflop(_rank: object, config: Config) -> float:
-    return policy_size(config).evaluation.tflop
 
 
 @contextmanager
