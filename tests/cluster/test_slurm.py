@@ -47,7 +47,9 @@ def settings(run_dir: Path, iterations: int) -> Config:
         "learner.ranks=1",
         "checkpoint.every=1000",
     ).model_dump()
-    return config_from_dict(tree | {"rewards": {"clip": tree["rewards"]["clip"]}}, source="test")
+    return config_from_dict(
+        tree | {"rewards": {"clip": tree["rewards"]["clip"] | {"beside": None}}}, source="test"
+    )
 
 
 def trained(run_dir: Path) -> int:

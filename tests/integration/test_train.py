@@ -32,7 +32,7 @@ def config_of(run_dir: Path, *overrides: str, **rewards: dict[str, Any]) -> Conf
         "checkpoint.every=10",
         *overrides,
     ).model_dump()
-    tree["rewards"] = rewards or {"clip": tree["rewards"]["clip"]}
+    tree["rewards"] = rewards or {"clip": tree["rewards"]["clip"] | {"beside": None}}
     return config_from_dict(tree, source="test")
 
 

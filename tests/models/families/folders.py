@@ -63,5 +63,5 @@ def family_config(
         *overrides,
     ).model_dump()
     tree["sampling"]["negative_prompt"] = usual if negative_prompt is None else negative_prompt
-    tree["rewards"] = {"clip": tree["rewards"]["clip"]}
+    tree["rewards"] = {"clip": tree["rewards"]["clip"] | {"beside": None}}
     return config_from_dict(tree, source="test")
