@@ -26,7 +26,7 @@ endef
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
-quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machine's CPU (3 to 5 minutes)
+quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machine's CPU (5 minutes where others use it, too)
 	$(BIN)/g2rpo train $(CONFIG) run_dir=$(RUN) $(ARGS)
 
 test: $(VENV)/.installed-dev lint  ## lint, type-check and run the tests of CI (ARGS='-k rollout' for some)
