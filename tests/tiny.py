@@ -40,6 +40,9 @@ SMALL = [
     "cluster.start_timeout_s=360",
 ]
 
+ALONE = {"beside": None, "cpus_per_replica": 0.1}
+"""Settings of one of the quickstart's rewards without the others."""
+
 
 def tiny_config(run_dir: Path, *overrides: str) -> Config:
     """The quickstart's settings, small enough that an iteration takes a second."""

@@ -61,6 +61,7 @@ def reward_demands(config: Config) -> list[Demand]:
             reward.label_selector,
         )
         for name, reward in config.rewards.items()
+        if reward.beside is None
     ]
 
 

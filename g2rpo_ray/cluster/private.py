@@ -1,6 +1,7 @@
 """What a private Ray needs of this machine: a folder for its sockets, shared memory, a token."""
 
 import errno
+import logging
 import os
 import socket
 from pathlib import Path
@@ -107,12 +108,18 @@ def check_shared_memory() -> None:
             ) from error
 
 
+def _is_no_false_alarm(record: logging.LogRecord) -> bool:
+    return "authentication is enabled" not in record.getMessage()
+
+
 def ensure_token() -> None:
     """Do what ``ray.init`` does next, with an error that says what to set.
 
     Raises:
         PrivateRayError: there is no token, and none can be kept.
     """
+    # A warning that nothing is wrong: docs/security.md has what Ray does with the token.
+    logging.getLogger(authentication_token_setup.__name__).addFilter(_is_no_false_alarm)
     try:
         authentication_token_setup.enable_token_auth_by_default()
         authentication_token_setup.ensure_token_if_auth_enabled()

@@ -14,10 +14,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    config = read_config(options) if options.config else None
     from g2rpo_ray.doctor.examine import examine
     from g2rpo_ray.doctor.findings import as_json, as_text, worst
 
-    findings = examine(read_config(options) if options.config else None)
+    findings = examine(config)
     print(as_text(findings))
     write_json(options.json, as_json(findings))
     return worst(findings)

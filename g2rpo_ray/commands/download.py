@@ -16,6 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    config = read_config(options)
     from g2rpo_ray.models.download import download
 
-    download(read_config(options), options.also or [], options.dry_run)
+    download(config, options.also or [], options.dry_run)

@@ -33,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    config = read_config(options)
     from g2rpo_ray.prompts.selection import Selection
     from g2rpo_ray.training.embed import EmbedOptions, embed
 
@@ -49,6 +50,6 @@ def run(options: argparse.Namespace) -> None:
         gpus_per_worker=options.gpus_per_worker,
         shard_size=options.shard_size,
     )
-    manifest = embed(read_config(options), options.source, options.out, selection, workers)
+    manifest = embed(config, options.source, options.out, selection, workers)
     size = format_size(sum(file.bytes for file in manifest.files))
     print(f"{options.out}: {manifest.prompts} prompts, {size}; prompts.train takes the folder")

@@ -39,9 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    config = read_run_config(options)
     from g2rpo_ray.evaluation.evaluate import evaluate
 
-    config = read_run_config(options)
     evaluate(
         config,
         checkpoints=options.checkpoint or ["base", "last"],

@@ -28,10 +28,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    config = read_run_config(options)
     from g2rpo_ray.run.export import export
 
     exported = export(
-        read_run_config(options),
+        config,
         options.to,
         options.checkpoint,
         merge=options.merged,

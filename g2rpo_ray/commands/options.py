@@ -1,7 +1,8 @@
 """What several commands take: a configuration, a run, numbers; no heavy library.
 
 A command's module has ``HELP``, ``add_options(parser)`` and ``run(options)``, which returns an exit
-code or None. All modules are imported whenever ``g2rpo`` starts: heavy imports stand in ``run``.
+code or None. All modules are imported whenever ``g2rpo`` starts: heavy imports stand in ``run``,
+after the configuration is read, so that an error in it is told at once.
 """
 
 import argparse

@@ -17,10 +17,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    config = read_config(options)
     from g2rpo_ray.plan.costs import load_costs
     from g2rpo_ray.plan.plan import as_json, as_text, make_plan
 
-    config = read_config(options)
     plan = make_plan(config, load_costs(options.costs), options.gpus, options.card)
     print(as_text(plan))
     write_json(options.json, as_json(plan))

@@ -31,6 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    config = read_run_config(options)
     from g2rpo_ray.evaluation.sample import SampleOptions, sample
 
     asked = SampleOptions(
@@ -41,5 +42,5 @@ def run(options: argparse.Namespace) -> None:
         trained_steps=options.trained_steps,
         average=options.average,
     )
-    for path in sample(read_run_config(options), asked, options.out):
+    for path in sample(config, asked, options.out):
         print(path)

@@ -3,6 +3,7 @@
 import argparse
 
 from g2rpo_ray.commands.options import add_config, read_config
+from g2rpo_ray.common.imports import uncollected
 
 HELP = "train a model with a configuration"
 
@@ -23,18 +24,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from g2rpo_ray.plan.arithmetic import describe
-    from g2rpo_ray.run.folder import write_resolved
-
     config = read_config(options)
+    with uncollected():
+        from g2rpo_ray.plan.arithmetic import describe
+
     print(describe(config), flush=True)
     if options.dry_run:
         from g2rpo_ray.plan.plan import encoding_lines
+        from g2rpo_ray.run.folder import write_resolved
 
         print(*encoding_lines(config), sep="\n")
         print(f"resolved configuration: {write_resolved(config)}")
         return
 
-    from g2rpo_ray.training.train import train
+    with uncollected():
+        from g2rpo_ray.training.train import train
 
     train(config, options.resume)

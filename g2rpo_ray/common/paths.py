@@ -10,3 +10,8 @@ def resolve_path(path: str) -> Path:
 
         return assets_dir() / path.removeprefix("tiny_world:")
     return Path(path).expanduser().absolute()
+
+
+def is_shipped(path: Path) -> bool:
+    """Whether it lies in this package, whose own tests say that it is whole."""
+    return path.is_relative_to(resolve_path("tiny_world:"))

@@ -1,15 +1,20 @@
 """Which safetensors files of a folder hold a network's weights, and which holds each tensor."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from g2rpo_ray.common.files import read_json_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """What weights are read from. Numbers of 8 bits mean nothing without scales, which are not read."""

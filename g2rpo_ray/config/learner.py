@@ -5,8 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from g2rpo_ray.common.section import LARGEST_SHARED, Gpus, Section, check_deadlines
-from g2rpo_ray.maths.advantage import Combination, Normalisation
-from g2rpo_ray.maths.objective import StepWeight
+from g2rpo_ray.maths.choices import Combination, Normalisation, StepWeight
 
 
 class AdvantageSection(Section):

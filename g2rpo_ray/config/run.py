@@ -108,7 +108,13 @@ class Config(Section):
         self._check_transport()
         self._check_passes()
         self._check_estimates()
-        for name in self.rewards:
+        for name, reward in self.rewards.items():
+            hosts = [n for n, r in self.rewards.items() if r.beside is None]
+            if reward.beside is not None and reward.beside not in hosts:
+                raise ValueError(
+                    f"rewards.{name}.beside is {reward.beside!r}; it must name a reward with "
+                    f"replicas of its own: {', '.join(hosts) or 'there is none'}"
+                )
             if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
                 raise ValueError(
                     f"rewards.{name}: a reward's name may hold a-z, 0-9 and _, and starts with a "

@@ -5,8 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from g2rpo_ray.common.section import Section
-from g2rpo_ray.maths.sde import LogProbForm, SdeKind
-from g2rpo_ray.maths.step_choice import StepChoice, WindowSchedule
+from g2rpo_ray.maths.choices import LogProbForm, SdeKind, StepChoice, WindowSchedule
 
 
 class SamplingSection(Section):

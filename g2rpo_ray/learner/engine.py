@@ -8,27 +8,32 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-
-# Read by deepspeed at import: without a CUDA card it must not look for one.
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-import deepspeed
-from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor, nn
 
 from g2rpo_ray.common.errors import RunError
+from g2rpo_ray.common.imports import uncollected
 from g2rpo_ray.config.learner import LearnerSection
 from g2rpo_ray.learner.checkpoints.parts import StatePart, StateReader
 from g2rpo_ray.learner.state import MOMENTS, MasterState, load_whole_weights
-from g2rpo_ray.models.kernels import COMPILE_ERRORS
+from g2rpo_ray.models.kernels import compile_errors
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.weights import TensorLayout, trainable_parameters, word_sums
 
 
 class LearnerError(RunError):
     """The learner cannot go on; the message says what was wrong and what to change."""
+
+
+def _deepspeed() -> Any:
+    """The library, imported by who computes with it: not by the driver, which knows of this file's
+    classes only."""
+    # Read at its import: without a CUDA card it must not look for one.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with uncollected():
+        import deepspeed
+
+    return deepspeed
 
 
 def join_process_group(
@@ -46,6 +51,10 @@ def join_process_group(
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
     )
+    deepspeed = _deepspeed()
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
     if device.type == "cpu" and get_accelerator().device_name() != "cpu":
         # At import DeepSpeed took a card that the process sees, also one that is not the rank's.
         set_accelerator(CPU_Accelerator())
@@ -98,7 +107,7 @@ def _named_compile_errors() -> Iterator[None]:
     """The compiler's errors cannot be sent to the driver: they would end the rank's process."""
     try:
         yield
-    except COMPILE_ERRORS as error:
+    except compile_errors() as error:
         reason = " ".join(str(error).split())
         raise LearnerError(
             f"torch.compile failed on the learner's blocks with {type(error).__name__}: "
@@ -140,7 +149,7 @@ class LearnerEngine:
             weight_decay=settings.weight_decay,
             fused=settings.offload_optimizer or None,
         )
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
+        self._engine, self._optimizer, _, _ = _deepspeed().initialize(
             model=policy,
             optimizer=adamw,
             dist_init_required=False,
@@ -276,5 +285,5 @@ class LearnerEngine:
     def _gathered(self, parameter: nn.Parameter) -> Tensor:
         if not hasattr(parameter, "ds_id"):
             return parameter.detach()
-        with deepspeed.zero.GatheredParameters([parameter]):
+        with _deepspeed().zero.GatheredParameters([parameter]):
             return parameter.detach().clone()

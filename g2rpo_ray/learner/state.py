@@ -4,12 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.utils import (
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
 from torch import Tensor, nn
 
 from g2rpo_ray.learner.checkpoints.parts import StatePart, StateReader
@@ -116,9 +110,11 @@ class MasterState:
     def _fp32(self, parameter: Any, moment: str | None = None) -> Tensor:
         """This rank's part of a master weight, or of a moment; flat, padded under ZeRO-3."""
         if hasattr(parameter, "ds_tensor"):
+            from deepspeed import utils
+
             if moment is None:
-                return safe_get_local_fp32_param(parameter).detach()
-            return safe_get_local_optimizer_state(parameter, moment)
+                return utils.safe_get_local_fp32_param(parameter).detach()
+            return utils.safe_get_local_optimizer_state(parameter, moment)
         if parameter._hp_mapping is None:
             return torch.empty(0)
         return parameter._hp_mapping.get_hp_fragment(moment).detach()
@@ -126,10 +122,13 @@ class MasterState:
     def _set_fp32(self, parameter: Any, value: Tensor, moment: str | None) -> None:
         if not hasattr(parameter, "ds_tensor"):
             self._fp32(parameter, moment).copy_(value)
-        elif moment is None:
-            safe_set_local_fp32_param(parameter, value)
+            return
+        from deepspeed import utils
+
+        if moment is None:
+            utils.safe_set_local_fp32_param(parameter, value)
         else:
-            safe_set_local_optimizer_state(parameter, value, moment)
+            utils.safe_set_local_optimizer_state(parameter, value, moment)
 
     @torch.no_grad()
     def average(self) -> None:

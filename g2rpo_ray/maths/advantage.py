@@ -8,13 +8,11 @@ alternative is to z-score their weighted sum.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Normalisation = Literal["std", "mean_only"]
-Combination = Literal["advantages", "rewards"]
+from g2rpo_ray.maths.choices import Combination, Normalisation
 
 
 @dataclass(frozen=True)

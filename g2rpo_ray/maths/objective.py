@@ -3,14 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from g2rpo_ray.maths.choices import StepWeight
 from g2rpo_ray.maths.sde import SdeStep
-
-StepWeight = Literal["uniform", "noise", "inverse_dt"]
 
 
 @dataclass(frozen=True)

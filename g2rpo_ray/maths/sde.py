@@ -11,13 +11,11 @@ Whatever the network computes in, latents, moments and log-probabilities here ar
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-SdeKind = Literal["flow", "dance", "cps"]
-LogProbForm = Literal["gaussian", "squared_error"]
+from g2rpo_ray.maths.choices import LogProbForm, SdeKind
 
 LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 

@@ -3,12 +3,9 @@
 import math
 import random
 from collections.abc import Sequence
-from typing import Literal
 
+from g2rpo_ray.maths.choices import WindowSchedule
 from g2rpo_ray.maths.noise import seed_of
-
-WindowSchedule = Literal["progressive", "decaying", "random"]
-StepChoice = Literal["all", "first", "random"]
 
 
 def window_stays(

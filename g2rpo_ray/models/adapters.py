@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.normalization import AdaLayerNormContinuous
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from g2rpo_ray.common.files import read_json_object
@@ -138,6 +135,8 @@ def _scaled(file: Path, pairs: dict[str, dict[str, Tensor]]) -> dict[str, tuple[
         if "alpha" in parts:
             scale = parts["alpha"].item() / rank
         elif config:
+            from peft.utils.other import get_pattern_key
+
             pattern = config.get("alpha_pattern") or {}
             plain = _PREFIXES.sub("", module, count=1)
             alpha = pattern.get(get_pattern_key(pattern, plain), config["lora_alpha"])
@@ -235,6 +234,8 @@ def _renamed(
 def _swapped(transformer: Any, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """The last modulation: diffusers has scale and shift the other way round than the authors, and
     its converter for FLUX.2 leaves that out."""
+    from diffusers.models.normalization import AdaLayerNormContinuous
+
     if not isinstance(getattr(transformer, "norm_out", None), AdaLayerNormContinuous):
         return {}
     ups = (up for module, (_, up) in pairs.items() if _LAST_MODULATION.search(module))
@@ -272,6 +273,8 @@ def _scheme(pairs: Mapping[str, object]) -> str:
 
 def _check_bound(transformer: Any, weights: Mapping[str, Tensor], file: Path) -> None:
     """peft passes over what it does not place; and a layer must apply exactly B A."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     bound: dict[str, Tensor] = {}
     for name, layer in transformer.named_modules():
         if isinstance(layer, BaseTunerLayer) and layer.scaling[ADAPTER] == 1:

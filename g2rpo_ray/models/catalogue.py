@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import FAMILIES
 from g2rpo_ray.rewards.registry import SCORERS, check_files
@@ -102,8 +102,7 @@ def targets_of(config: Config, also: Sequence[str] = ()) -> list[Target]:
     for setting, value in named:
         path = resolve_path(value)
         targets.setdefault(path, Target(setting, path, CATALOGUE.get(path.name)))
-    shipped = resolve_path("tiny_world:")
-    return [target for target in targets.values() if not target.path.is_relative_to(shipped)]
+    return [target for target in targets.values() if not is_shipped(target.path)]
 
 
 def check_rewards(config: Config) -> None:
@@ -118,9 +117,11 @@ def check_rewards(config: Config) -> None:
 
 def reward_problems(config: Config) -> Iterator[str]:
     """Of rewards whose files lie on this machine; another's may lie where their replicas run."""
-    absent = [name for name, path in reward_paths(config) if not resolve_path(path).exists()]
     for name, reward in config.rewards.items():
-        if any(setting.startswith(f"rewards.{name}.options.") for setting in absent):
+        begin = f"rewards.{name}.options."
+        paths = [resolve_path(p) for key, p in reward_paths(config) if key.startswith(begin)]
+        # A look at files may take libraries that the driver does without.
+        if any(not path.exists() for path in paths) or (paths and all(map(is_shipped, paths))):
             continue
         try:
             check_files(reward.kind, reward.options)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import diffusers
 import numpy as np
 import torch
 from torch import Tensor
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.imports import uncollected
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.latents import LatentShape
 
@@ -87,7 +87,10 @@ class Family(ABC):
     @property
     def pipeline_class(self) -> Any:
         """Of diffusers."""
-        return getattr(diffusers, self.pipeline)
+        with uncollected():
+            import diffusers
+
+            return getattr(diffusers, self.pipeline)
 
     def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:
         """How diffusers' pipeline is told the guidance, as keyword arguments."""
@@ -208,6 +211,8 @@ class Family(ABC):
         return sigmas
 
     def _sigmas(self, steps: int, tokens: int, mu: float | None, even: bool) -> Tensor:
+        import diffusers
+
         scheduler = getattr(diffusers, self.scheduler).from_config(self.scheduler_config)
         c = scheduler.config
         if mu is None and c.use_dynamic_shifting:

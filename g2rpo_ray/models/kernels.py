@@ -6,14 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import InductorError
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.models.policy import Policy
-
-COMPILE_ERRORS = (TorchDynamoException, InductorError)
-"""What a compiled module raises when it is first called and cannot be compiled."""
 
 SDPA_KERNELS = ("cudnn", "flash", "efficient", "math")
 
@@ -25,6 +20,17 @@ network, for one sample and for several, with and without a mask. PyTorch's own 
 
 class AttentionBackendError(InputError):
     """The attention backend is unknown or not installed here."""
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What a compiled module raises when it is first called and cannot be compiled.
+
+    The compiler takes a second to import: nobody needs it before.
+    """
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return TorchDynamoException, InductorError
 
 
 def choose_attention(transformer: Any, backend: str) -> None:

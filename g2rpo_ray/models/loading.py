@@ -3,15 +3,14 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
-from accelerate import init_empty_weights
 
-from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.imports import uncollected
+from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.common.weight_files import TensorPlace, chosen_files, find_weights
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.families import check_guidance, latents_of, open_family
@@ -44,10 +43,12 @@ def check_model(config: Config) -> Path:
         raise ModelFolderError(f"model.path {config.model.path!r}: no such folder ({folder})")
     family = open_family(folder)
     for part in family.parts:
+        if is_network(part) and not _is_random(config.model, part):
+            places = part_weights(config.model, part)
+            _tell_unread(folder / part, {place.file.name for place in places.values()})
+        if is_shipped(folder):
+            continue
         if is_network(part):
-            if not _is_random(config.model, part):
-                places = part_weights(config.model, part)
-                _tell_unread(folder / part, {place.file.name for place in places.values()})
             with _named_errors(folder / part, family.parts[part]):
                 _make_empty(family, part, folder / part)
         else:
@@ -98,6 +99,8 @@ def load_part(
     if chosen_files(folder, _stem(part), model.variant):
         options["variant"] = model.variant
     if part.startswith("text_encoder"):
+        # Its bar would stand between the lines of who asked for this.
+        import_module("transformers.utils.logging").disable_progress_bar()
         # transformers' own error names no tensor; ours, made from the same finding, does.
         options["ignore_mismatched_sizes"] = True
     with _named_errors(folder, cls.__name__):
@@ -153,14 +156,17 @@ def _stem(part: str) -> str:
 
 
 def _class_of(family: Family, part: str) -> Any:
-    library = diffusers if part in ("transformer", "vae") else transformers
-    return getattr(library, family.parts[part])
+    library = "diffusers" if part in ("transformer", "vae") else "transformers"
+    with uncollected():
+        return getattr(import_module(library), family.parts[part])
 
 
 def _random_network(
     cls: Any, config: dict[str, Any], dtype: torch.dtype, device: torch.device | str
 ) -> Any:
     """Small random numbers in every layer, the same ones in every role on the same kind of card."""
+    from accelerate import init_empty_weights
+
     with init_empty_weights(include_buffers=False):
         network = cls.from_config(config).to(dtype)
     # Tables of positions are buffers: no weights, and not to be random.

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from peft import LoraConfig
 
 from g2rpo_ray.config import LoraSection
 from g2rpo_ray.models.family import Family, ModelFolderError
@@ -19,6 +18,8 @@ def add_lora(transformer: Any, lora: LoraSection, family: Family, seed: int) -> 
     Raises:
         ModelFolderError: a target matches no module.
     """
+    from peft import LoraConfig
+
     targets = lora.target_modules or family.lora_targets
     matched: set[str] = set()
     linear = [n for n, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)]

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from g2rpo_ray.common.tokenizers import load_tokenizer
 from g2rpo_ray.models.family import Family, ModelFolderError
 
@@ -18,6 +16,8 @@ def load_part_tokenizer(family: Family, folder: Path) -> Any:
     Raises:
         ModelFolderError: as of ``load_tokenizer``; or what the pipeline needs of it is missing.
     """
+    import transformers
+
     encoder = folder.with_name(folder.name.replace("tokenizer", "text_encoder"))
     try:
         network = getattr(transformers, family.parts[encoder.name])

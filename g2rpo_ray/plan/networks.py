@@ -110,6 +110,11 @@ def policy_size(config: Config) -> PolicySize:
         ) from error
 
 
+def evaluation_tflop(_role: object, config: Config) -> float:
+    """Of one evaluation; runs on an actor, through ``__ray_call__``, that has the libraries."""
+    return policy_size(config).evaluation.tflop
+
+
 def planned_family(path: str) -> tuple[Family, str]:
     """The family of ``model.path`` and, in words, where its architecture was read.
 

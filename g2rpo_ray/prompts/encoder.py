@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +59,11 @@ class PromptEncoder:
             embeds = replace(self._kept_or_made(text), negative=negative)
         return Prompt(prompt_id, text, embeds)
 
+    def prepare(self) -> None:
+        """Load the text encoders, unless prompts to train on were embedded."""
+        if open_embeddings(self._config.prompts.train) is None:
+            _ = self._encoder
+
     def _embeds(self, text: str) -> Conditioning:
         return self._read(text) or self._encoder.encode(text)
 
@@ -91,26 +97,33 @@ class EncoderActor:
 
     def __init__(self, config: Config, kept: Sequence[Path]) -> None:
         self._encoder = PromptEncoder(config, kept)
-        self._asked: PriorityQueue[tuple[float, int, Callable[[], Prompt], Future[Prompt]]]
+        self._asked: PriorityQueue[tuple[float, int, Callable[[], Any], Future[Any]]]
         self._asked, self._numbers = PriorityQueue(), count()
         # Threads of PyTorch are a setting of each thread that computes.
         self._threads = config.encoder_threads
         threading.Thread(target=self._serve, daemon=True).start()
+
+    async def prepare(self) -> None:
+        """Before a run trains: what its prompts need is loaded while the other roles start."""
+        await self._answer(-math.inf, self._encoder.prepare)
 
     async def encode(self, prompt_id: int, text: str, place: float) -> Prompt:
         """
         Args:
             place: what waits with a lower one goes first; Ray brings requests in any order.
         """
-        return await self._answer(place, partial(self._encoder.encode, prompt_id, text))
+        work = partial(self._encoder.encode, prompt_id, text)
+        prompt: Prompt = await self._answer(place, work)
+        return prompt
 
     async def encode_heldout(self, prompt_id: int, text: str) -> Prompt:
         """After all that is trained on."""
         work = partial(self._encoder.encode_heldout, prompt_id, text)
-        return await self._answer(float("inf"), work)
+        prompt: Prompt = await self._answer(math.inf, work)
+        return prompt
 
-    async def _answer(self, place: float, work: Callable[[], Prompt]) -> Prompt:
-        answer: Future[Prompt] = Future()
+    async def _answer(self, place: float, work: Callable[[], Any]) -> Any:
+        answer: Future[Any] = Future()
         self._asked.put((place, next(self._numbers), work, answer))
         return await asyncio.wrap_future(answer)
 

@@ -54,7 +54,7 @@ class RewardClient:
         request = ScoreRequest(
             prompt_id, prompt, pictures, ray.get_runtime_context().get_actor_id()
         )
-        sent = {name: self.handles[name].score.remote(request) for name in names}
+        sent = {name: self.handles[name].score.remote(request, name) for name in names}
         return SentRequests(self, request, sent, time.monotonic())
 
 
@@ -112,7 +112,7 @@ class SentRequests:
                 self.measured[name] = {"failures": tries + losses}
                 return self._no_scores(name, answer)
             time.sleep(min(FIRST_PAUSE_S * 2 ** (tries + losses - 1), LONGEST_PAUSE_S))
-            response = self.client.handles[name].score.remote(self.request)
+            response = self.client.handles[name].score.remote(self.request, name)
             # Else replicas that die again and again would never use up the time of a try.
             sent_at_s = sent_at_s if lost else time.monotonic()
 

@@ -1,14 +1,16 @@
 """What a scorer is: pictures and prompts in, one number for each picture out."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ScorerError(InputError):
@@ -16,8 +18,8 @@ class ScorerError(InputError):
 
 
 class RewardScorer(ABC):
-    """A reward model, without Ray. Importing its module must be cheap: load libraries in
-    ``__init__``."""
+    """A reward model, without Ray. Importing its module must be cheap, as settings are checked by
+    it: PyTorch and other libraries are imported where they are used."""
 
     class Options(Section):
         """Settings under ``rewards.<name>.options``; subclasses add theirs."""
@@ -62,6 +64,8 @@ def check_request(pictures: Tensor, prompts: Sequence[str]) -> None:
     Raises:
         ScorerError: not uint8 ``[B, H, W, 3]`` with B, H, W of 1 or more, or not B texts.
     """
+    import torch
+
     wanted = "expected uint8 [B, H, W, 3] (g2rpo_ray.rewards.scorers.pictures makes it from files)"
     if pictures.dtype != torch.uint8:
         lost = ""
@@ -84,7 +88,9 @@ def check_scores(scores: object, expected: int) -> Tensor:
     Raises:
         ScorerError: no tensor of real numbers, or not one for each picture.
     """
-    if not isinstance(scores, Tensor):
+    import torch
+
+    if not isinstance(scores, torch.Tensor):
         raise ScorerError(f"returned {type(scores).__name__}; expected a float32 tensor")
     if scores.is_complex() or scores.dtype == torch.bool:
         raise ScorerError(f"returned {scores.dtype}; expected float32")

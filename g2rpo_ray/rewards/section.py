@@ -7,6 +7,13 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from g2rpo_ray.common.section import Gpus, Section, problems
 from g2rpo_ray.rewards.registry import parse_options, scorer_class
 
+OF_A_REPLICA = (
+    "min_replicas", "max_replicas", "cpus_per_replica", "gpus_per_replica", "label_selector",
+    "threads", "runtime_env", "requests_per_replica", "upscale_delay_s", "downscale_delay_s",
+    "health_timeout_s",
+)  # fmt: skip
+"""Settings of replicas, which a reward ``beside`` another one has not."""
+
 
 class RewardSection(Section):
     """One reward: a scorer, how it is served, and what it counts."""
@@ -20,6 +27,9 @@ class RewardSection(Section):
     required: bool = True
     """Whether an unusable score is treated as ``advantage.on_invalid`` says. If not, the reward is
     left out of that group, the others decide, and the failure is counted."""
+    beside: str | None = None
+    """Another reward, whose replicas score this one, too: for small scorers, a process less. How
+    these are placed, served and kept alive is then said there, and here left out."""
     min_replicas: int = Field(1, ge=1)
     """Replicas kept alive."""
     max_replicas: int = Field(1, ge=1)
@@ -79,6 +89,18 @@ class RewardSection(Section):
             raise ValueError(
                 f"max_replicas is {self.max_replicas}, below min_replicas {self.min_replicas}"
             )
+        if self.beside is not None:
+            fields = type(self).model_fields
+            own = [
+                name
+                for name in OF_A_REPLICA
+                if getattr(self, name) != fields[name].get_default(call_default_factory=True)
+            ]
+            if own:
+                raise ValueError(
+                    f"{', '.join(own)} cannot be set beside {self.beside!r}, whose replicas these "
+                    "are: set it there, or leave beside out"
+                )
         if not isinstance(self.runtime_env.get("env_vars", {}), dict):
             raise ValueError("runtime_env.env_vars must be names with their values")
         return self

@@ -1,8 +1,8 @@
-"""RewardServer: one Ray Serve deployment for each reward; handles only, no HTTP."""
+"""RewardServer: a Ray Serve deployment for each reward with replicas of its own; no HTTP."""
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -61,51 +61,61 @@ class ScoreAnswer:
 
 
 class RewardServer:
-    """A replica: one scorer behind ``score``."""
+    """A replica: a scorer, and those of the rewards ``beside`` it, behind ``score``."""
 
-    def __init__(self, name: str, reward: RewardSection) -> None:
+    def __init__(self, name: str, rewards: Mapping[str, RewardSection]) -> None:
+        """
+        Args:
+            name: of the one whose replica it is.
+        """
+        reward = rewards[name]
         log_as(f"reward/{name}", serve.get_replica_context().replica_id.unique_id)
         torch.set_num_threads(reward.threads)
         device = role_device(reward.gpus_per_replica, f"rewards.{name}.gpus_per_replica")
-        self._name, self._reward = name, reward
-        self._scorer = make_scorer(reward.kind, reward.options, device.type)
+        self._rewards = rewards
+        self._scorers = {
+            name: make_scorer(reward.kind, reward.options, device.type)
+            for name, reward in rewards.items()
+        }
         self._replica, self._busy_s = serve.get_replica_context().replica_id.unique_id, 0.0
-        whole = self._scorer.compares_pictures
+        whole = len(rewards) > 1 or self._scorers[name].compares_pictures
         self.score.set_max_batch_size(1 if whole else reward.merge_requests)
 
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.005)
-    async def score(self, requests: list[ScoreRequest]) -> list[ScoreAnswer | ScorerError]:
-        """An answer for each request; an error fails its request alone."""
+    async def score(
+        self, requests: list[ScoreRequest], names: list[str]
+    ) -> list[ScoreAnswer | ScorerError]:
+        """An answer for each request, by the reward of that name; an error fails it alone."""
         with log_context(prompt_ids=[request.prompt_id for request in requests]):
             gone = [_is_gone(request.requester) for request in requests]
             wanted = [it for it, is_gone in zip(requests, gone, strict=True) if not is_gone]
-            answers = iter(self._answers(wanted))
+            answers = iter(self._answers(wanted, names[0]))
             return [ScorerError(NOBODY_WAITS) if is_gone else next(answers) for is_gone in gone]
 
-    def _answers(self, requests: list[ScoreRequest]) -> list[ScoreAnswer | ScorerError]:
+    def _answers(self, requests: list[ScoreRequest], name: str) -> list[ScoreAnswer | ScorerError]:
         pictures = [request.pictures for request in requests]
         prompts = [[request.prompt] * len(request.pictures) for request in requests]
         if len(requests) > 1 and len({part.shape[1:] for part in pictures}) == 1:
-            answer = self._answer(torch.cat(pictures), [*chain(*prompts)])
+            answer = self._answer(torch.cat(pictures), [*chain(*prompts)], name)
             if isinstance(answer, ScoreAnswer) and answer.scores.isfinite().all():
                 parts = answer.scores.split([len(part) for part in pictures])
                 return [replace(answer, scores=part) for part in parts]
         # One bad request must not fail those it met, nor leave NaN in a pass they shared.
-        return [self._answer(*request) for request in zip(pictures, prompts, strict=True)]
+        return [self._answer(*request, name) for request in zip(pictures, prompts, strict=True)]
 
-    def _answer(self, pictures: Tensor, prompts: list[str]) -> ScoreAnswer | ScorerError:
-        started_s = time.perf_counter()
-        size = len(pictures) if self._scorer.compares_pictures else self._reward.batch_size
+    def _answer(self, pictures: Tensor, prompts: list[str], name: str) -> ScoreAnswer | ScorerError:
+        started_s, scorer = time.perf_counter(), self._scorers[name]
+        size = len(pictures) if scorer.compares_pictures else self._rewards[name].batch_size
         parts = []
         try:
             check_request(pictures, prompts)
             for first in range(0, len(pictures), size):
                 part, texts = pictures[first : first + size], prompts[first : first + size]
-                parts.append(check_scores(self._scorer.score(part, texts), len(part)))
+                parts.append(check_scores(scorer.score(part, texts), len(part)))
         except Exception as error:
             logger.warning("the scorer failed", exc_info=True)
             cause = redacted(f"{type(error).__name__}: {error}")
-            return ScorerError(f"reward {self._name!r}: {cause}")
+            return ScorerError(f"reward {name!r}: {cause}")
         finally:
             seconds = time.perf_counter() - started_s
             self._busy_s += seconds
@@ -121,18 +131,23 @@ def _is_gone(requester: str | None) -> bool:
 
 @contextmanager
 def reward_servers(
-    prefix: str, rewards: dict[str, RewardSection], start_timeout_s: float, private_cluster: bool
+    prefix: str,
+    rewards: dict[str, RewardSection],
+    start_timeout_s: float,
+    private_cluster: bool,
+    wait: bool = True,
 ) -> Iterator[dict[str, DeploymentHandle]]:
-    """Deploy all rewards, yield a handle for each, and take exactly them down at the end.
+    """Deploy all rewards, yield each one's handle, and take exactly them down at the end.
 
     Args:
         prefix: unique on the cluster; an application is named ``<prefix>-<reward>``.
         private_cluster: the cluster ends with the run, and Serve with it.
+        wait: until all of them run; else ``wait_for_servers`` does.
 
     Raises:
-        ScorerError: a scorer did not start within the time, with Serve's reason.
+        ScorerError: of ``wait_for_servers``.
     """
-    names = {name: f"{prefix}-{name}" for name in rewards}
+    names = _applications(prefix, rewards)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled", logging_config=_LOGGING)
     handles: list[DeploymentHandle] = []
@@ -142,13 +157,15 @@ def reward_servers(
     try:
         handles = serve.run_many(
             [
-                serve.RunTarget(_deployment(name, rewards[name]), name=app, route_prefix=None)
+                serve.RunTarget(_deployment(name, rewards), name=app, route_prefix=None)
                 for name, app in names.items()
             ],
             wait_for_applications_running=False,
         )
-        _wait_until_running(names, time.monotonic() + start_timeout_s)
-        yield dict(zip(names, handles, strict=True))
+        if wait:
+            wait_for_servers(prefix, rewards, start_timeout_s)
+        own = dict(zip(names, handles, strict=True))
+        yield {name: own[reward.beside or name] for name, reward in rewards.items()}
     finally:
         for handle in handles:
             # One that was used in this process would go on asking after its replicas, and even
@@ -160,7 +177,14 @@ def reward_servers(
                 serve.delete(app)
 
 
-def _deployment(name: str, reward: RewardSection) -> serve.Application:
+def _applications(prefix: str, rewards: Mapping[str, RewardSection]) -> dict[str, str]:
+    """Reward with replicas of its own -> their application."""
+    return {name: f"{prefix}-{name}" for name, it in rewards.items() if it.beside is None}
+
+
+def _deployment(name: str, rewards: Mapping[str, RewardSection]) -> serve.Application:
+    reward = rewards[name]
+    served = {key: it for key, it in rewards.items() if name in (key, it.beside)}
     deployment = serve.deployment(
         name=name,
         max_ongoing_requests=REQUESTS_PER_REPLICA,
@@ -188,7 +212,7 @@ def _deployment(name: str, reward: RewardSection) -> serve.Application:
         # How often one that is to end looks whether it still works; Serve's own is 2 s.
         graceful_shutdown_wait_loop_s=0.2,
     )(RewardServer)
-    return deployment.bind(name, reward)
+    return deployment.bind(name, served)
 
 
 def _with_probe(reward: RewardSection) -> dict[str, Any]:
@@ -210,7 +234,13 @@ def _with_probe(reward: RewardSection) -> dict[str, Any]:
     return reward.runtime_env | {"env_vars": variables}
 
 
-def _wait_until_running(apps: dict[str, str], deadline: float) -> None:
+def wait_for_servers(prefix: str, rewards: Mapping[str, RewardSection], timeout_s: float) -> None:
+    """Return when those that ``reward_servers`` has deployed run.
+
+    Raises:
+        ScorerError: a scorer did not start within the time, with Serve's reason.
+    """
+    apps, deadline = _applications(prefix, rewards), time.monotonic() + timeout_s
     while True:
         status = {name: serve.status().applications[app] for name, app in apps.items()}
         for name, app_status in status.items():

@@ -15,10 +15,10 @@ from g2rpo_ray.models.batches import BatchSize, largest_batch, name_memory
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.fp8 import Float8Twin, check_float8
 from g2rpo_ray.models.kernels import (
-    COMPILE_ERRORS,
     choose_attention,
     compile_blocks,
     compile_decoder,
+    compile_errors,
     undo_compilation,
 )
 from g2rpo_ray.models.loading import DTYPES, load_part
@@ -122,7 +122,7 @@ class RolloutEngine:
         compile_decoder(self.decoder.vae.decoder)
         try:
             self._meet_all_shapes()
-        except COMPILE_ERRORS as error:
+        except compile_errors() as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
             self.warnings.append(
                 f"torch.compile failed and the rollout goes on without it, slower ({reason}); "

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,11 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.models.weights import WeightReceipt
+from g2rpo_ray.plan.networks import evaluation_tflop
 from g2rpo_ray.prompts.encoder import EncoderActor
 from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.client import RewardClient
-from g2rpo_ray.rewards.server import reward_servers
+from g2rpo_ray.rewards.server import reward_servers, wait_for_servers
 from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.settings import for_evaluation_workers
@@ -73,6 +75,8 @@ class Roles:
     learner: LearnerGroup
     weight_sync: WeightSync
     rewards: RewardClient
+    tflop: float
+    """Of one evaluation of the network."""
     evaluation_pool: RolloutPool | None = None
     """Workers that evaluate while the run trains, where ``evaluation.workers`` asks for them."""
 
@@ -114,22 +118,32 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
     """
     kept = [learner_demand(config), *encoder_demand(config)]
     workers = [rollout_demand(config), *evaluation_demand(config)]
-    embeddings = [run_folder(config) / KEPT]
-    started = _rollout_roles(config, run_name(config), kept, workers, embeddings, tell)
+    version = read_info(checkpoint).weight_version if checkpoint else 0
     with (
-        started as (room, rewards, encoder, pool),
-        _evaluation_pool(config, rewards, tell) as evaluation_pool,
+        _cluster(config, kept, workers, tell) as private,
+        # Inside the cluster and around its room, which takes the ranks along when it goes.
+        ThreadPoolExecutor(1, "learner") as beside,
+        _room(config, kept, workers, tell) as room,
     ):
         assert room is not None
-        tell("starting learner ranks")
-        version = read_info(checkpoint).weight_version if checkpoint else 0
-        # It ends with its room.
-        learner = LearnerGroup(config, room, checkpoint, tell, version)
-        tell(f"training {learner.coverage}")
-        pool.wait_until_ready()
-        if evaluation_pool is not None:
-            evaluation_pool.wait_until_ready()
-        yield Roles(encoder, pool, learner, make_weight_sync(config), rewards, evaluation_pool)
+        tell("starting learner ranks, reward servers and rollout workers")
+        starting = beside.submit(LearnerGroup, config, room, checkpoint, tell, version)
+        kind = _DrawingRoles(run_name(config), private, [run_folder(config) / KEPT])
+        with (
+            kind.started(config, room, kept, workers, tell) as (rewards, encoder, pool),
+            _evaluation_pool(config, rewards, tell) as evaluation_pool,
+        ):
+            # What fails there fails again for the first prompt, and is told then.
+            encoder.actor.prepare.remote()
+            kind.wait(config)
+            learner = starting.result()
+            tell(f"training {learner.coverage}")
+            tflop = learner.ranks[0].__ray_call__.remote(evaluation_tflop, config)
+            pool.wait_until_ready()
+            if evaluation_pool is not None:
+                evaluation_pool.wait_until_ready()
+            sync = make_weight_sync(config)
+            yield Roles(encoder, pool, learner, sync, rewards, ray.get(tflop), evaluation_pool)
 
 
 @contextmanager
@@ -141,10 +155,17 @@ def launch_rollout(
     Args:
         embeddings: see ``PromptEncoder``.
     """
-    name, kept, workers = f"g2rpo-{os.getpid()}", encoder_demand(config), [rollout_demand(config)]
-    with _rollout_roles(config, name, kept, workers, embeddings, tell) as (_, _, encoder, pool):
-        pool.wait_until_ready()
-        yield encoder, pool
+    kept, workers = encoder_demand(config), [rollout_demand(config)]
+    with (
+        _cluster(config, kept, workers, tell) as private,
+        _room(config, kept, workers, tell) as room,
+    ):
+        tell("starting reward servers and rollout workers")
+        kind = _DrawingRoles(f"g2rpo-{os.getpid()}", private, embeddings)
+        with kind.started(config, room, kept, workers, tell) as (_, encoder, pool):
+            kind.wait(config)
+            pool.wait_until_ready()
+            yield encoder, pool
 
 
 def run_name(config: Config) -> str:
@@ -154,44 +175,70 @@ def run_name(config: Config) -> str:
 
 
 @contextmanager
-def _rollout_roles(
-    config: Config,
-    name: str,
-    kept: Sequence[Demand],
-    workers: Sequence[Demand],
-    embeddings: Sequence[Path],
-    tell: Tell,
-) -> Iterator[tuple[PlacementGroup | None, RewardClient, Encoder, RolloutPool]]:
-    """Join the cluster, keep room on it, and start who draws and scores where that leaves enough.
+def _cluster(
+    config: Config, kept: Sequence[Demand], workers: Sequence[Demand], tell: Tell
+) -> Iterator[bool]:
+    """Join a cluster with room for all; whether it is private.
 
     Args:
-        name: of the reward servers.
-        kept: what has its room until the end, in the placement group that is yielded.
+        kept: what has its room until the end.
         workers: placed one by one later: each can be replaced, and more can join.
-        embeddings: see ``PromptEncoder``.
     """
     tell("starting Ray")
     with ray_cluster(config.cluster) as private:
         tell(f"logs of all roles: {ray._private.worker.global_worker.node.get_logs_dir_path()}")
         wait_for_nodes(config, tell)
-        servers, nodes = reward_demands(config), living_nodes()
-        tell(overview([*kept, *workers, *servers], nodes))
-        if private and (reasons := shortage([*workers, *servers, *kept], nodes)):
+        everything, nodes = [*kept, *workers, *reward_demands(config)], living_nodes()
+        tell(overview(everything, nodes))
+        if private and (reasons := shortage(everything, nodes)):
             # Nothing will join it, so there is nothing to wait for.
             raise ClusterError(" ".join(reasons))
-        tell("starting reward servers and rollout workers")
-        timeout_s = config.cluster.start_timeout_s
-        with placed(kept, [*workers, *servers], timeout_s, tell) as room, ExitStack() as stack:
+        yield private
+
+
+def _room(
+    config: Config, kept: Sequence[Demand], workers: Sequence[Demand], tell: Tell
+) -> AbstractContextManager[PlacementGroup | None]:
+    others = [*workers, *reward_demands(config)]
+    return placed(kept, others, config.cluster.start_timeout_s, tell)
+
+
+@dataclass(frozen=True)
+class _DrawingRoles:
+    """Who draws and scores."""
+
+    servers: str
+    """Name of the reward servers."""
+    private_cluster: bool
+    embeddings: Sequence[Path]
+    """See ``PromptEncoder``."""
+
+    @contextmanager
+    def started(
+        self,
+        config: Config,
+        room: PlacementGroup | None,
+        kept: Sequence[Demand],
+        workers: Sequence[Demand],
+        tell: Tell,
+    ) -> Iterator[tuple[RewardClient, Encoder, RolloutPool]]:
+        """All of them, starting at the same time; ``wait``, and the pool, say when they have."""
+        timeout_s, rewards = config.cluster.start_timeout_s, config.rewards
+        others = [*kept, *reward_demands(config)]
+        shares = any(reward.gpus_per_replica for reward in rewards.values())
+        with _encoder(config, room, self.embeddings) as encoder, ExitStack() as stack:
             # Small shares of cards first would leave no card with room for a large one.
-            with placed(workers, [*kept, *servers], timeout_s, tell):
-                started = reward_servers(name, config.rewards, timeout_s, private)
+            with placed(workers, others, timeout_s, tell):
+                started = reward_servers(
+                    self.servers, rewards, timeout_s, self.private_cluster, wait=shares
+                )
                 handles = stack.enter_context(started)
-            rewards = RewardClient(handles, config.rewards, config.advantage.on_invalid == "stop")
-            with (
-                _encoder(config, room, embeddings) as encoder,
-                closing(RolloutPool(config, rewards, tell)) as pool,
-            ):
-                yield room, rewards, encoder, pool
+            client = RewardClient(handles, rewards, config.advantage.on_invalid == "stop")
+            with closing(RolloutPool(config, client, tell)) as pool:
+                yield client, encoder, pool
+
+    def wait(self, config: Config) -> None:
+        wait_for_servers(self.servers, config.rewards, config.cluster.start_timeout_s)
 
 
 @contextmanager

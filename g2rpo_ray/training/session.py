@@ -3,13 +3,15 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 
 from g2rpo_ray.common.files import check_room
 from g2rpo_ray.common.logs import log_as, log_file
+from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.catalogue import check_rewards
-from g2rpo_ray.models.loading import check_model
+from g2rpo_ray.models.loading import check_model, part_weights
 from g2rpo_ray.plan.memory import state_bytes
 from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import check_apart, evenly, open_embeddings, read_config_prompts
@@ -81,6 +83,16 @@ def _embeddings_to_keep(config: Config, heldout: int) -> int:
     return max(0, min(heldout, config.evaluation.prompts) - made)
 
 
+def _trained_parameters(config: Config) -> int:
+    """Number of them; of all weights of this package's model by their files, for which the driver
+    needs no library of networks."""
+    model = config.model
+    some = model.lora or model.trained_modules or model.random_weights
+    if some or not is_shipped(resolve_path(model.path)):
+        return policy_size(config).trained_parameters
+    return sum(prod(place.shape) for place in part_weights(model, "transformer").values())
+
+
 @contextmanager
 def open_session(config: Config, resume: str) -> Iterator[Session]:
     """Check what can be checked without a cluster, and open the run's folder; see ``open_run``."""
@@ -89,9 +101,10 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
     train = read_config_prompts(config, config.prompts.train)
     heldout = read_config_prompts(config, config.prompts.heldout)
     check_apart(train, heldout)
-    state_size = policy_size(config).trained_parameters * state_bytes(config)
     to_keep = _embeddings_to_keep(config, len(heldout))
-    size = state_size + to_keep * embedding_bytes(config)
+    size = _trained_parameters(config) * state_bytes(config)
+    if not is_shipped(resolve_path(config.model.path)):
+        size += to_keep * embedding_bytes(config)
     beside = f" with embeddings of {to_keep} held-out prompts" if to_keep else ""
     check_room(run_folder(config), size, f"a checkpoint{beside}")
     changes = changed_settings(run_folder(config), config) if resume != "none" else []

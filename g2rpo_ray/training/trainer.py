@@ -16,7 +16,6 @@ from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
 from g2rpo_ray.learner.ranks import GroupsLostError
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.models.weights import WeightReceipt
-from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import PromptOrder
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.run.scores import best_evaluated, heldout_before_after
@@ -62,7 +61,7 @@ class Trainer:
         self.order = PromptOrder(len(session.train_prompts), config.seed, batch)
         self._encoded: dict[int, list[ray.ObjectRef]] = {}
         """Prompts of iterations that are not drawn yet."""
-        self.tflop = policy_size(config).evaluation.tflop
+        self.tflop = roles.tflop
         """Of one evaluation."""
         self.started_s = 0.0
         """When the iteration under way began."""

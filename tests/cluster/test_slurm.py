@@ -14,7 +14,7 @@ from g2rpo_ray.config import Config, config_from_dict, save_config
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.cluster.slurm import Slurm, missing_programs, private_slurm
 from tests.integration.command import train, wait_until
-from tests.tiny import tiny_config
+from tests.tiny import ALONE, tiny_config
 
 pytestmark = [
     pytest.mark.slurm,
@@ -47,7 +47,9 @@ def settings(run_dir: Path, iterations: int) -> Config:
         "learner.ranks=1",
         "checkpoint.every=1000",
     ).model_dump()
-    return config_from_dict(tree | {"rewards": {"clip": tree["rewards"]["clip"]}}, source="test")
+    return config_from_dict(
+        tree | {"rewards": {"clip": tree["rewards"]["clip"] | ALONE}}, source="test"
+    )
 
 
 def trained(run_dir: Path) -> int:

@@ -179,6 +179,15 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["rewards.own.kind=python", "rewards.own.options.target=no_colon"],
             ["rewards.own.options", "target", "no_colon"],
         ),
+        (["rewards.clip.beside=nobody"], ["rewards.clip.beside", "'nobody'", "hps"]),
+        (
+            ["rewards.hps.beside=clip", "rewards.hps.cpus_per_replica=1"],
+            ["rewards.", "beside", "there is none"],
+        ),
+        (
+            ["rewards.clip.threads=2", "rewards.clip.label_selector={a: b}"],
+            ["rewards.clip", "label_selector, threads cannot be set", "beside 'hps'"],
+        ),
         (["rewards={}"], ["rewards", "at least 1 item"]),
         (
             ["evaluation.workers=1", "evaluation.every=0"],

@@ -14,7 +14,7 @@ from g2rpo_ray.config import Config, config_from_dict
 from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.integration.command import Command, train, wait_until
-from tests.tiny import tiny_config
+from tests.tiny import ALONE, tiny_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -32,7 +32,7 @@ def config_of(run_dir: Path, *overrides: str, **rewards: dict[str, Any]) -> Conf
         "checkpoint.every=10",
         *overrides,
     ).model_dump()
-    tree["rewards"] = rewards or {"clip": tree["rewards"]["clip"]}
+    tree["rewards"] = rewards or {"clip": tree["rewards"]["clip"] | ALONE}
     return config_from_dict(tree, source="test")
 
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from g2rpo_ray.maths.advantage import Combination, Normalisation, integrate_advantages
+from g2rpo_ray.maths.advantage import integrate_advantages
+from g2rpo_ray.maths.choices import Combination, Normalisation, SdeKind
 from g2rpo_ray.maths.dpm_solver import dpm_solver_step
 from g2rpo_ray.maths.granularity import (
     Step,
@@ -30,7 +31,7 @@ from g2rpo_ray.maths.objective import (
     step_weights,
 )
 from g2rpo_ray.maths.schedule import static_shift_schedule
-from g2rpo_ray.maths.sde import SdeKind, SdeStep, euler_step, predict_x0
+from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
 from g2rpo_ray.maths.step_choice import random_steps, window_stays
 
 settings.register_profile("quick", max_examples=40, deadline=None, derandomize=True)

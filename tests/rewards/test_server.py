@@ -24,11 +24,13 @@ PICTURES = torch.arange(4, dtype=torch.uint8)[:, None, None, None].expand(4, 8, 
 BRIGHTNESS = torch.tensor([0.0, 60.0, 120.0, 180.0]) / 255
 """What the scorer gives when nothing is wrong."""
 RETRIES = 1
+BESIDE = {"beside": "single", "cpus_per_replica": 1.0, "batch_size": 2}
 
 
 @dataclass(frozen=True)
 class Servers:
-    """Two deployments of the obedient scorer, and the lines that they write; one that compares."""
+    """Two deployments of the obedient scorer, and the lines that they write; one that compares,
+    and one beside the first."""
 
     client: RewardClient
     logs: dict[str, Path]
@@ -63,7 +65,7 @@ def obedient(log: Path, merge_requests: int) -> RewardSection:
 @pytest.fixture(scope="module")
 def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:  # noqa: ARG001
     folder = tmp_path_factory.mktemp("rewards")
-    logs = {name: folder / f"{name}.log" for name in ("single", "merging")}
+    logs = {name: folder / f"{name}.log" for name in ("single", "merging", "beside")}
     rewards = {
         "single": obedient(logs["single"], merge_requests=1),
         "merging": obedient(logs["merging"], merge_requests=4),
@@ -74,6 +76,7 @@ def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
             batch_size=3,
             merge_requests=4,
         ),
+        "beside": RewardSection(**obedient(logs["beside"], 1).model_dump() | BESIDE),
     }
     with reward_servers("test", rewards, start_timeout_s=360, private_cluster=False) as handles:
         yield Servers(RewardClient(handles, rewards, stop_on_invalid=True), logs)
@@ -81,6 +84,19 @@ def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def test_scores_come_back_in_the_order_of_pictures(servers: Servers) -> None:
     assert torch.allclose(servers.score("good"), BRIGHTNESS)
+
+
+def test_a_reward_beside_another_is_scored_by_its_replica_in_its_own_way(servers: Servers) -> None:
+    both = servers.client.submit(7, "good for two", PICTURES, ["single", "beside"])
+    scores = both.result()
+    assert torch.allclose(scores["single"], BRIGHTNESS)
+    assert torch.allclose(scores["beside"], BRIGHTNESS)
+    assert len(both.busy_s) == 1
+    lines = {name: servers.logs[name].read_text().splitlines() for name in ("single", "beside")}
+    assert [line for line in lines["single"] if "for two" in line] == [
+        "3\tgood for two", "1\tgood for two",
+    ]  # fmt: skip
+    assert [line for line in lines["beside"] if "for two" in line] == ["2\tgood for two"] * 2
 
 
 def test_a_batch_is_cut_inside_a_request(servers: Servers) -> None:

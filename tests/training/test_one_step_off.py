@@ -62,6 +62,7 @@ class FakeRoles:
     store_wait_s: float = 0.0
     workers: tuple[()] = ()
     evaluation_pool: None = None
+    tflop: float = 0.01
 
     @property
     def pool(self) -> "FakeRoles":

@@ -16,9 +16,11 @@ class StartedError(Exception):
 
 
 @pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize(("share", "waits"), [(0, False), (0.1, True)])
 def test_workers_keep_their_room_while_reward_servers_take_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, waits: bool
 ) -> None:
+    """Servers without cards start at the same time as workers; others take their share first."""
     free: list[float] = []
 
     @contextmanager
@@ -26,14 +28,16 @@ def test_workers_keep_their_room_while_reward_servers_take_theirs(
         yield False
 
     @contextmanager
-    def servers(*_: object) -> Iterator[None]:
+    def servers(*_: object, wait: bool) -> Iterator[None]:
+        assert wait == waits
         free.append(ray.available_resources().get("CPU", 0.0))
         raise StartedError
         yield
 
     monkeypatch.setattr(roles, "ray_cluster", connected)
     monkeypatch.setattr(roles, "reward_servers", servers)
-    config = tiny_config(tmp_path, "rollout.workers=2", "rollout.cpus_per_worker=1.5")
+    config = tiny_config(tmp_path, "rollout.workers=2", "rollout.cpus_per_worker=1.5",
+                         f"rewards.hps.gpus_per_replica={share}")  # fmt: skip
     before = ray.available_resources()["CPU"]
     with pytest.raises(StartedError), roles.launch_rollout(config, [], lambda _: None):
         pytest.fail("reward servers have not started")

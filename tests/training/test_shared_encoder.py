@@ -109,6 +109,7 @@ def test_training_waits_for_no_heldout_prompt(
         encoder=encoder,
         pool=training,
         evaluation_pool=beside,
+        tflop=0.01,
         weights_of_now=lambda _timeout_s: SimpleNamespace(send=None),
     )
     session = Session(config, open_run(config, "none"), CAPTIONS, HELDOUT)

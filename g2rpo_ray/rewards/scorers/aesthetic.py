@@ -1,16 +1,18 @@
 """Aesthetic score: a linear or MLP head on CLIP's image features; it reads no prompt."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.rewards.scorer import ScorerError
-from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, refuse_quantised
 from g2rpo_ray.rewards.scorers.clip import ClipScorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class AestheticScorer(ClipScorer):
@@ -30,8 +32,9 @@ class AestheticScorer(ClipScorer):
         self._head = resolve_path(options.head)
         self._layers = [(w.to(device), b.to(device)) for w, b in read_head(self._head)]
 
-    @torch.inference_mode()
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002
+        from torch.nn.functional import linear
+
         values = self._features.image(pictures)
         width = self._layers[0][0].shape[1]
         if values.shape[1] != width:
@@ -40,7 +43,7 @@ class AestheticScorer(ClipScorer):
                 "head and architecture do not belong together"
             )
         for weight, bias in self._layers:
-            values = torch.nn.functional.linear(values, weight, bias)
+            values = linear(values, weight, bias)
         return values.squeeze(-1).cpu()
 
 
@@ -51,6 +54,8 @@ def read_head(file: Path) -> list[tuple[Tensor, Tensor]]:
         ScorerError: damaged, quantised, other tensors than linear layers, or they do not follow
             each other.
     """
+    from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, refuse_quantised
+
     state = load_state_dict(file)
     refuse_quantised(file, state)
     places: dict[int, dict[str, Tensor]] = {}

@@ -1,13 +1,22 @@
 """CLIP score: text-image similarity of any open_clip model, with open_clip's preprocessing."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
-from g2rpo_ray.rewards.scorers.clip_features import ClipOptions
-from g2rpo_ray.rewards.scorers.open_clip_model import find_open_clip, load_clip_features
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ClipOptions(Section):
+    """Settings of every scorer with a CLIP tower."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What the towers compute in; features are normalised and compared in float32."""
 
 
 class ClipScorer(RewardScorer):
@@ -23,10 +32,14 @@ class ClipScorer(RewardScorer):
 
     @classmethod
     def check_files(cls, options: Section) -> None:
+        from g2rpo_ray.rewards.scorers.open_clip_model import find_open_clip
+
         assert isinstance(options, ClipScorer.Options)
         find_open_clip(options.architecture, options.checkpoint)
 
     def __init__(self, options: Options, device: str) -> None:
+        from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
+
         self._features = load_clip_features(
             options.architecture, options.checkpoint, device, options.dtype
         )

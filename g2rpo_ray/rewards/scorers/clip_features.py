@@ -2,24 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorers.preprocess import to_device
 
 CACHED_PROMPTS = 4096
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class ClipOptions(Section):
-    """Settings of every scorer with a CLIP tower."""
-
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What the towers compute in; features are normalised and compared in float32."""
 
 
 class ClipFeatures:

@@ -1,11 +1,14 @@
 """Diversity of one prompt's pictures: how far apart they lie for a CLIP model."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from g2rpo_ray.rewards.scorers.clip import ClipScorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DiversityScorer(ClipScorer):
@@ -20,6 +23,8 @@ class DiversityScorer(ClipScorer):
     reads_prompts = False
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        import torch
+
         features = self._features.image(pictures).cpu()
         distances = 1 - features @ features.T
         same = torch.tensor([[one == other for other in prompts] for one in prompts])

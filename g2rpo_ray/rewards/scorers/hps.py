@@ -3,8 +3,6 @@
 from typing import Any
 
 from g2rpo_ray.rewards.scorers.clip import ClipScorer
-from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
-from g2rpo_ray.rewards.scorers.preprocess import HpsPreprocess
 
 
 class HpsScorer(ClipScorer):
@@ -19,11 +17,15 @@ class HpsScorer(ClipScorer):
     kind = "hps"
 
     def __init__(self, options: Options, device: str) -> None:
+        from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
+
         self._features = load_clip_features(
             options.architecture, options.checkpoint, device, options.dtype, _preprocess_of
         )
 
 
-def _preprocess_of(model: Any) -> HpsPreprocess:
+def _preprocess_of(model: Any) -> Any:
+    from g2rpo_ray.rewards.scorers.preprocess import HpsPreprocess
+
     visual = model.visual
     return HpsPreprocess(visual.image_size[0], visual.image_mean, visual.image_std)

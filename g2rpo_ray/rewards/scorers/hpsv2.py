@@ -4,6 +4,8 @@ The package cannot live beside Ray. It scores picture by picture and is many tim
 ``hps``, which gives the same numbers.
 """
 
+from __future__ import annotations
+
 import json
 import subprocess
 import tempfile
@@ -13,15 +15,16 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHILD = Path(__file__).with_name("hpsv2_child.py")
 TAIL_CHARACTERS = 600
@@ -69,6 +72,8 @@ class Hpsv2Scorer(RewardScorer):
         self._start()
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        import torch
+
         if self._child is None:
             self._start()
         data = pictures.contiguous().numpy().tobytes()

@@ -3,24 +3,24 @@
 Its package needs an old transformers; here its checkpoint runs on transformers' own BLIP.
 """
 
+from __future__ import annotations
+
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import Section
 from g2rpo_ray.common.tokenizers import load_tokenizer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
-from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
-from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipOptions
-from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
+from g2rpo_ray.rewards.scorers.clip import ClipOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 MAX_TOKENS = 35
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
@@ -69,6 +69,12 @@ class ImageRewardScorer(RewardScorer):
         _text_of(options)
 
     def __init__(self, options: Options, device: str) -> None:
+        import torch
+
+        from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
+        from g2rpo_ray.rewards.scorers.clip_features import DTYPES
+        from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
+
         checkpoint, (sizes, self._tokenizer) = resolve_path(options.checkpoint), _text_of(options)
         state = renamed(load_state_dict(checkpoint))
         self._model = build_model(state, sizes, checkpoint)
@@ -81,16 +87,20 @@ class ImageRewardScorer(RewardScorer):
         side = vision.config.image_size
         self._preprocess = ClipPreprocess((side, side), CLIP_MEAN, CLIP_STD)
 
-    @torch.inference_mode()
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-        images = self._preprocess(to_device(pictures, self._device)).to(self._dtype)
-        seen = self._model["vision"](images).last_hidden_state
-        tokens = self._tokenizer(
-            list(prompts), padding="max_length", truncation=True, max_length=MAX_TOKENS,
-            return_tensors="pt",
-        ).to(self._device)  # fmt: skip
-        scores = rate(self._model, seen, tokens.input_ids, tokens.attention_mask)
-        return ((scores - MEAN) / STD).cpu()
+        import torch
+
+        from g2rpo_ray.rewards.scorers.preprocess import to_device
+
+        with torch.inference_mode():
+            images = self._preprocess(to_device(pictures, self._device)).to(self._dtype)
+            seen = self._model["vision"](images).last_hidden_state
+            tokens = self._tokenizer(
+                list(prompts), padding="max_length", truncation=True, max_length=MAX_TOKENS,
+                return_tensors="pt",
+            ).to(self._device)  # fmt: skip
+            scores = rate(self._model, seen, tokens.input_ids, tokens.attention_mask)
+            return ((scores - MEAN) / STD).cpu()
 
 
 def _text_of(options: ImageRewardScorer.Options) -> tuple[dict[str, Any], Any]:
@@ -107,6 +117,8 @@ def _text_of(options: ImageRewardScorer.Options) -> tuple[dict[str, Any], Any]:
 
 def rate(model: nn.ModuleDict, seen: Tensor, token_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Scores ``[B]``, before they are centred and scaled, of what ``vision`` has seen and texts."""
+    import torch
+
     read = model["text"](
         token_ids,
         attention_mask=attention_mask,
@@ -135,6 +147,7 @@ def build_model(state: dict[str, Tensor], text: dict[str, Any], source: Path) ->
     Raises:
         ScorerError: they lack what the sizes are read from, or med_config is another model's.
     """
+    from torch import nn
     from transformers import BlipTextConfig, BlipVisionConfig
     from transformers.models.blip.modeling_blip import BlipVisionModel
     from transformers.models.blip.modeling_blip_text import BlipTextModel

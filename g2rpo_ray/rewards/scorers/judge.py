@@ -1,16 +1,19 @@
 """A vision-language model as judge, behind an OpenAI-compatible endpoint (vLLM, SGLang, ...)."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.endpoint import Endpoint, EndpointOptions, png_base64
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SCORE_TEMPLATE = (
     "The picture was made for this text: «{prompt}»\n"
@@ -62,6 +65,8 @@ class JudgeScorer(RewardScorer):
         self._endpoint = Endpoint(options, options.url.rstrip("/") + "/chat/completions")
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        import torch
+
         with ThreadPoolExecutor(self._options.concurrency) as pool:
             scores = list(pool.map(self._judge, pictures, prompts))
         return torch.tensor(scores, dtype=torch.float32)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.common.files import read_json_object
+from g2rpo_ray.common.imports import uncollected
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.tokenizers import load_tokenizer
 from g2rpo_ray.rewards.scorer import ScorerError
@@ -44,7 +45,8 @@ def load_clip_features(
     Raises:
         ScorerError: a file is missing or does not fit, or open_clip knows no such model.
     """
-    import open_clip
+    with uncollected():
+        import open_clip
 
     name, weights, tokenizer = find_open_clip(architecture, checkpoint)
     state = load_state_dict(weights)

@@ -1,12 +1,15 @@
 """The tiny world's program that checks whether a picture shows what its caption says."""
 
-from collections.abc import Sequence
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class OracleScorer(RewardScorer):
@@ -20,4 +23,6 @@ class OracleScorer(RewardScorer):
         self._check = check
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        import torch
+
         return torch.from_numpy(self._check(pictures.numpy(), list(prompts)))

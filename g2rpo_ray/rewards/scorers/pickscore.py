@@ -1,12 +1,11 @@
 """PickScore (arXiv 2305.01569): a transformers CLIP model trained on people's picks."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
@@ -14,13 +13,12 @@ from g2rpo_ray.common.section import Section
 from g2rpo_ray.common.tokenizers import load_tokenizer
 from g2rpo_ray.common.weight_files import chosen_files, find_weights, refuse_quantiser
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
-from g2rpo_ray.rewards.scorers.checkpoint_file import (
-    load_state_dict,
-    refuse_misfits,
-    refuse_quantised,
-)
-from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures, ClipOptions
-from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
+from g2rpo_ray.rewards.scorers.clip import ClipOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
 
 PICKLED = "pytorch_model.bin"
 NEEDED = ("config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -42,6 +40,10 @@ class PickscoreScorer(RewardScorer):
         _load_tokenizer(resolve_path(options.path))
 
     def __init__(self, options: Options, device: str) -> None:
+        import torch
+
+        from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures
+
         folder = resolve_path(options.path)
         tokenizer = _load_tokenizer(folder)
         model = _load_model(folder).to(device, DTYPES[options.dtype]).eval()
@@ -86,7 +88,14 @@ def _load_tokenizer(folder: Path) -> Any:
 
 
 def _load_model(folder: Path) -> Any:
+    import torch
     from transformers import CLIPModel
+
+    from g2rpo_ray.rewards.scorers.checkpoint_file import (
+        load_state_dict,
+        refuse_misfits,
+        refuse_quantised,
+    )
 
     refuse_quantiser(folder / "config.json", ScorerError)
     if (folder / PICKLED).is_file() and not chosen_files(folder, "model", None):
@@ -112,6 +121,8 @@ def read_preprocess(file: Path) -> ClipPreprocess:
     Raises:
         ScorerError: it asks for anything but bicubic resizing, a centre crop and normalisation.
     """
+    from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
+
     config = read_json_object(file, ScorerError)
     try:
         size, crop = config["size"], config["crop_size"]

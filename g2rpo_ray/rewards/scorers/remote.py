@@ -1,15 +1,18 @@
 """A user's own scorer behind HTTP; docs/rewards.md describes the protocol."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from pydantic import model_validator
-from torch import Tensor
 
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.endpoint import Endpoint, EndpointOptions, png_base64
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROTOCOL = 1
 
@@ -44,6 +47,8 @@ class HttpScorer(RewardScorer):
         self.reads_prompts = options.reads_prompts
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+        import torch
+
         answer = self._endpoint.post(
             {
                 "protocol": PROTOCOL,

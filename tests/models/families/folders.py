@@ -12,7 +12,7 @@ import torch
 
 from g2rpo_ray.config import Config, config_from_dict
 from tests.models.families import tiny_flux1, tiny_flux2, tiny_qwen_image, tiny_sd3, tiny_z_image
-from tests.tiny import tiny_config
+from tests.tiny import ALONE, tiny_config
 
 
 @dataclass(frozen=True)
@@ -63,5 +63,5 @@ def family_config(
         *overrides,
     ).model_dump()
     tree["sampling"]["negative_prompt"] = usual if negative_prompt is None else negative_prompt
-    tree["rewards"] = {"clip": tree["rewards"]["clip"]}
+    tree["rewards"] = {"clip": tree["rewards"]["clip"] | ALONE}
     return config_from_dict(tree, source="test")
