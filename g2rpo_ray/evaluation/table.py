@@ -127,9 +127,9 @@ def table_parts(
     return [part for part in parts if part.cells]
 
 
-def markdown(parts: Sequence[Part]) -> str:
+def markdown(parts: Sequence[Part], title: str = "Evaluation") -> str:
     """The parts as one text."""
-    texts = ["# Evaluation"]
+    texts = [f"# {title}"]
     for part in parts:
         rule = ["---"] * part.words + ["---:"] * (len(part.head) - part.words)
         lines = [part.head, rule, *part.cells]
@@ -165,8 +165,8 @@ def _scores(
             line.row.weights.training,
             _steps(line.row),
             str(line.prompts),
-            *(_cell(line.rewards[name], line.prompts) for name in columns),
-            *([_cell(line.diversity, line.prompts)] if line.diversity else []),
+            *(estimate_cell(line.rewards[name], line.prompts) for name in columns),
+            *([estimate_cell(line.diversity, line.prompts)] if line.diversity else []),
         ]
         for line in table
     ]
@@ -186,7 +186,7 @@ def _paired(
             for name in columns:
                 paired = line.differences[name]
                 share = NOTHING if np.isnan(paired.worse_share) else f"{paired.worse_share:.0%}"
-                row += [_cell(paired.difference, line.prompts, "+"), share]
+                row += [estimate_cell(paired.difference, line.prompts, "+"), share]
             cells.append(row)
     return Part(title, lead, head, cells, words=1)
 
@@ -201,7 +201,7 @@ def _steps(row: Row) -> str:
     return f"{row.hybrid_switch} + {row.steps - row.hybrid_switch} base"
 
 
-def _cell(value: Estimate, prompts: int, sign: str = "") -> str:
+def estimate_cell(value: Estimate, prompts: int, sign: str = "") -> str:
     if value.prompts == 0:
         return NOTHING
     text = f"{value.mean:{sign}.4f}"
