@@ -59,6 +59,10 @@ def load_scoring(
             )
         if name in SCORERS and isinstance(chosen[name], dict):
             chosen[name].setdefault("kind", name)
+    if not chosen:
+        raise ConfigError(
+            "no reward: name kinds of scorers with --reward, or a configuration with --config"
+        )
     known = {"rewards": chosen, "cluster": tree.get("cluster", {})}
     if isinstance(prompts := tree.get("prompts"), dict) and "key" in prompts:
         known["prompts"] = {"key": prompts["key"]}

@@ -189,7 +189,9 @@ def test_a_scorer_that_fails_is_never_a_score(tmp_path: Path) -> None:
     rows, report = run(folder, tmp_path / "out", overrides("bright"), prompts)
     assert [row["bright"] for row in rows.values()] == [0, None, None, pytest.approx(3 / 255)]
     assert rows["1.png"]["problem"] == "bright: ZeroDivisionError: the scorer's own bug"
-    assert rows["2.png"]["problem"] == "bright: no answer (NaN or infinite)"
+    assert rows["2.png"]["problem"] == (
+        "bright: no answer (NaN or infinite); metadata of its prompt: none"
+    )
     assert "| bright | 2 | 2 |" in report
 
 
@@ -207,9 +209,14 @@ def test_a_scorer_that_always_fails_is_given_up_and_the_others_go_on(tmp_path: P
     assert None not in {row["bright"] for row in rows}
     asked = sum(map(int, log.read_text().split()))
     assert asked == score_module.FAILED_CHUNKS * score_module.CHUNK * 2, "together, then alone"
-    # Nothing is scored twice for it.
-    mended = overrides("bright", log=str(tmp_path / "log2")) + overrides("bad", log=str(log))
-    assert "rewards.bright" in refused(folder, tmp_path / "out", mended, prompts)
+    # Mended, it is asked for all; what has scores already is not, and cannot change.
+    log.unlink()
+    mended = overrides("bad", log=str(log))
+    rows, _ = run(folder, tmp_path / "out", overrides("bright") + mended, prompts)
+    assert [row["bad"] for row in rows.values()] == [row["bright"] for row in rows.values()]
+    assert sum(map(int, log.read_text().split())) == count
+    changed = overrides("bright", sleep_s=0.01) + mended
+    assert "begun with other rewards.bright" in refused(folder, tmp_path / "out", changed, prompts)
 
 
 def test_metadata_that_a_scorer_wants(tmp_path: Path) -> None:
@@ -268,7 +275,7 @@ def test_a_scorer_that_compares_gets_a_prompts_pictures_together(
         (
             ["a/x.png", "b/x.png", "y.png"],
             [{"prompt": "a", "file_name": "a/x.png"}, {"prompt": "b", "file_name": "x.png"}],
-            ["2 pictures have this name", "2 pictures have this name", "no prompt belongs to it"],
+            ["a", "2 pictures have this name", "no prompt belongs to it"],
         ),
         (
             ["x.png"],
@@ -327,7 +334,9 @@ def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     plain = overrides("plain", "Plain")
     assert "no such folder" in refused(tmp_path / "none", tmp_path / "out", plain)
     assert "--out" in refused(folder, tmp_path / "file", plain)
-    assert "it has thesis.tex" in refused(folder, tmp_path / "full", plain)
+    assert "holds something else (thesis.tex)" in refused(folder, tmp_path / "full", plain)
+    (tmp_path / "full" / "request.json").write_text('{"rows": {}, "rewards": {}}')
+    assert "holds something else (request.json)" in refused(folder, tmp_path / "full", plain)
     threshold = [("hps", 1.0)]
     message = refused(folder, tmp_path / "out", plain, thresholds=threshold)
     assert "--threshold hps: no such reward; there are plain" in message
@@ -336,7 +345,7 @@ def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--reward", "hpps"], "--reward hpps: no reward of --config, which is not given"),
         (["--reward", "clip"], "rewards.clip.options: architecture: missing"),
         (["--reward", "oracle", "iterations=3"], "override 'iterations': scoring reads"),
-        ([], "rewards: Dictionary should have at least 1 item"),
+        ([], "no reward: name kinds of scorers with --reward"),
         (["--reward", "problem", *overrides("problem")], "reward 'problem': scores.parquet has"),
     ]:
         assert main([*arguments, *more]) == 2

@@ -25,9 +25,8 @@ from g2rpo_ray.rewards.server import reward_servers
 class Unscored:
     """In place of a score."""
 
-    cause: str
-    failed: bool
-    """Whether the scorer failed; else it worked and gave no number."""
+    cause: str | None
+    """How the scorer failed; None: it worked, and gave no number."""
 
 
 Score = float | Unscored
@@ -41,8 +40,8 @@ class Judge(Protocol):
     def reads_prompts(self, name: str) -> bool:
         """Whether a reward needs a picture's prompt."""
 
-    def scores(self, name: str, asked: Sequence[Asked]) -> list[Score]:
-        """Of one reward, for each picture; never raises for what a scorer does."""
+    def scores(self, asked: Mapping[str, Sequence[Asked]]) -> dict[str, list[Score]]:
+        """By reward, of each of its pictures; never raises for what a scorer does."""
 
 
 class LocalJudge:
@@ -55,7 +54,10 @@ class LocalJudge:
     def reads_prompts(self, name: str) -> bool:
         return self._scorers[name].reads_prompts
 
-    def scores(self, name: str, asked: Sequence[Asked]) -> list[Score]:
+    def scores(self, asked: Mapping[str, Sequence[Asked]]) -> dict[str, list[Score]]:
+        return {name: self._scores_of(name, pictures) for name, pictures in asked.items()}
+
+    def _scores_of(self, name: str, asked: Sequence[Asked]) -> list[Score]:
         scorer, size = self._scorers[name], self._rewards[name].batch_size
         found: list[Score] = []
         for part in _batches(asked, scorer.compares_pictures, size):
@@ -72,7 +74,7 @@ def _loaded(name: str, reward: RewardSection) -> RewardScorer:
     return make_scorer(reward.kind, reward.options, device.type)
 
 
-def _batches(asked: Sequence[Asked], whole: bool, size: int) -> Iterator[Sequence[Asked]]:
+def _batches(asked: Sequence[Asked], whole: bool, size: int = 1) -> Iterator[Sequence[Asked]]:
     """Neighbours of one size, and where a request must be ``whole`` of one prompt."""
     kind = (lambda one: (one[0].shape, one[1])) if whole else (lambda one: one[0].shape)
     for _, group in groupby(asked, kind):
@@ -88,9 +90,8 @@ def _ask(scorer: RewardScorer, asked: Sequence[Asked]) -> list[Score]:
         scores = check_scores(scorer.score(pictures, prompts), len(asked)).tolist()
     except Exception as error:  # noqa: BLE001  (whatever a scorer raises is told)
         cause = redacted(f"{type(error).__name__}: {error}")
-        return [Unscored(cause, failed=True)] * len(asked)
-    nothing = Unscored("no answer (NaN or infinite)", failed=False)
-    return [score if abs(score) < float("inf") else nothing for score in scores]
+        return [Unscored(cause)] * len(asked)
+    return [score if abs(score) < float("inf") else Unscored(None) for score in scores]
 
 
 def _all_given(scores: Sequence[Score]) -> bool:
@@ -106,17 +107,18 @@ class ServedJudge:
     def reads_prompts(self, name: str) -> bool:
         return scorer_class(self.client.rewards[name].kind).reads_prompts
 
-    def scores(self, name: str, asked: Sequence[Asked]) -> list[Score]:
+    def scores(self, asked: Mapping[str, Sequence[Asked]]) -> dict[str, list[Score]]:
         sent = [
-            (self.client.submit(number, part[0][1], torch.cat([p for p, _ in part]), [name]), part)
-            for number, part in enumerate(_batches(asked, whole=True, size=len(asked)))
+            (name, self.client.submit(number, part[0][1], torch.cat([p for p, _ in part]), [name]))
+            for name, pictures in asked.items()
+            for number, part in enumerate(_batches(pictures, whole=True))
         ]
-        found: list[Score] = []
-        for request, part in sent:
+        found: dict[str, list[Score]] = {name: [] for name in asked}
+        for name, request in sent:
             scores = request.result()[name].tolist()
             causes = " ".join(request.failures)
-            nothing = Unscored(causes, failed=not causes.endswith(NO_ANSWER))
-            found += [nothing] * len(part) if causes else scores
+            nothing = Unscored(None if causes.endswith(NO_ANSWER) else causes)
+            found[name] += [nothing] * len(scores) if causes else scores
         return found
 
 

@@ -44,7 +44,11 @@ def rank_correlation_within(one: Floats, other: Floats, groups: NDArray[np.int64
     """Mean of the rank correlations inside each group ``[pictures]`` that has one; else NaN."""
     order = np.argsort(groups, kind="stable")
     starts = np.flatnonzero(np.diff(groups[order])) + 1
-    found = [rank_correlation(one[part], other[part]) for part in np.split(order, starts)]
+    found = [
+        rank_correlation(one[part], other[part])
+        for part in np.split(order, starts)
+        if len(part) > 1
+    ]
     known = [value for value in found if not np.isnan(value)]
     return float(np.mean(known)) if known else float("nan")
 

@@ -60,8 +60,6 @@ class Results:
             with TemporaryFile(dir=folder):
                 pass
             self._open(json.loads(json.dumps(request)))
-            for line in self._whole_lines():
-                self.rows |= {row["picture"]: Scored(**row) for row in line}
 
     def scores_of(self, picture: Picture) -> dict[str, float]:
         """By reward, what there is already; nothing of a file that has changed its size."""
@@ -99,34 +97,37 @@ class Results:
 
     def _open(self, request: dict[str, Any]) -> None:
         path = self.folder / REQUEST
-        if not path.exists():
-            if others := [file.name for file in self.folder.iterdir()]:
-                raise ScoreError(
-                    f"--out {self.folder}: not empty and no scores (it has {others[0]}, and no "
-                    f"{REQUEST}); name another folder"
-                )
-        else:
-            earlier = read_json_object(path, ScoreError)
-            known, now = earlier.get("rewards", {}), request["rewards"]
-            differing = [k for k in request if k != "rewards" and earlier.get(k) != request[k]]
-            differing += [f"rewards.{n}" for n in now if known.get(n, now[n]) != now[n]]
-            if differing:
-                raise ScoreError(
-                    f"--out {self.folder} was begun with other {', '.join(differing)} ({REQUEST} "
-                    "there has them); name another folder"
-                )
-            request["rewards"] = known | now
+        earlier = read_json_object(path, ScoreError) if path.exists() else request
+        names = sorted(file.name for file in self.folder.iterdir() if file.suffix != ".tmp")
+        if request.keys() != earlier.keys() or (names and REQUEST not in names):
+            others = REQUEST if REQUEST in names else ", ".join(names[:3])
+            raise ScoreError(
+                f"--out {self.folder}: holds something else ({others}); name another folder"
+            )
+        self.rows |= self._read()
+        # What gave no score yet may be mended.
+        scored = {name for row in self.rows.values() for name in row.scores}
+        known, now = earlier["rewards"], request["rewards"]
+        differing = [k for k in request if k != "rewards" and earlier[k] != request[k]]
+        differing += [f"rewards.{n}" for n in now if n in scored and known[n] != now[n]]
+        if scored and differing:
+            raise ScoreError(
+                f"--out {self.folder} was begun with other {', '.join(differing)} ({REQUEST} "
+                "there has them); name another folder"
+            )
+        request["rewards"] = known | now
         replace_text(path, json.dumps(request, indent=1, ensure_ascii=False))
 
-    def _whole_lines(self) -> list[Any]:
+    def _read(self) -> dict[str, Scored]:
         if not self._log.exists():
-            return []
+            return {}
         content = self._log.read_bytes()
         # A killed command may leave half a line: its pictures are scored again.
         whole = content[: content.rfind(b"\n") + 1]
         if whole != content:
             os.truncate(self._log, len(whole))
         try:
-            return [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
+            rows = [Scored(**row) for line in whole.split(b"\n")[:-1] for row in json.loads(line)]
+        except (ValueError, TypeError) as error:
             raise ScoreError(f"{self._log}: not readable: {error}; remove the file") from error
+        return {row.picture: row for row in rows}

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,11 @@ FAILED_CHUNKS = 3
 """In a row, of which a scorer failed on every picture, before it is asked no more."""
 LINE_S = 5.0
 """Between two lines about the progress."""
+
+
+Unpacked = tuple[Picture, Tensor | None, str]
+"""A picture, its pixels, and why there are none."""
+Answers = dict[str, list[Score]]
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ class Scoring:
     def run(self, pictures: Iterator[Picture]) -> None:
         """Score what has no scores yet."""
         self.started_s = self.told_s = time.monotonic()
-        chunk: list[tuple[Picture, Tensor | None, str]] = []
+        chunk: list[Unpacked] = []
         area_px = 0
         for picture in pictures:
             if picture.name in self.names:
@@ -171,23 +176,25 @@ class Scoring:
             self._score(chunk)
         self._progress(last=True)
 
-    def _score(self, chunk: Sequence[tuple[Picture, Tensor | None, str]]) -> None:
+    def _score(self, chunk: Sequence[Unpacked]) -> None:
         scores = [dict(self.results.scores_of(picture)) for picture, _, _ in chunk]
         problems = [{"": problem} if problem else {} for _, _, problem in chunk]
+        places = {name: list[int]() for name in self.rewards}
         for name in self.rewards:
             reads = self.judge.reads_prompts(name)
-            asked = []
             for place, (picture, pixels, _) in enumerate(chunk):
                 if pixels is None or name in scores[place]:
                     continue
-                if reads and not picture.prompt:
+                if name in self.given_up:
+                    problems[place][name] = f"not asked: {self.given_up[name]}"
+                elif reads and not picture.prompt:
                     problems[place][name] = picture.no_prompt or "it has no prompt"
                 else:
-                    asked.append((place, pixels, picture.prompt or ""))
-            answers = self._ask(name, [(pixels, prompt) for _, pixels, prompt in asked])
-            for (place, _, _), answer in zip(asked, answers, strict=True):
+                    places[name].append(place)
+        for name, answers in self._ask(chunk, places).items():
+            for place, answer in zip(places[name], answers, strict=True):
                 if isinstance(answer, Unscored):
-                    problems[place][name] = answer.cause
+                    problems[place][name] = answer.cause or _no_answer(chunk[place][0])
                 else:
                     scores[place][name] = answer
         rows = [
@@ -202,18 +209,28 @@ class Scoring:
         self._progress()
         self.check()
 
-    def _ask(self, name: str, asked: Sequence[tuple[Tensor, str]]) -> Sequence[Score]:
-        if name in self.given_up:
-            return [Unscored(f"not asked: {self.given_up[name]}", failed=True)] * len(asked)
-        answers = self.judge.scores(name, asked) if asked else []
-        failures = [answer for answer in answers if isinstance(answer, Unscored) and answer.failed]
-        if not answers or len(failures) < len(answers):
-            self.failed_chunks[name] = 0
-            return answers
-        self.failed_chunks[name] += 1
-        if self.failed_chunks[name] == FAILED_CHUNKS:
-            self.given_up[name] = failures[-1].cause
-            self.tell(f"{name} is asked no more: {failures[-1].cause}")
+    def _ask(self, chunk: Sequence[Unpacked], places: Mapping[str, Sequence[int]]) -> Answers:
+        """Scores of the pictures at ``places`` by reward; of those that failed all too often none
+        is asked again."""
+        asked = {
+            name: [
+                (pixels, picture.prompt or "")
+                for picture, pixels, _ in (chunk[place] for place in wanted)
+                if pixels is not None
+            ]
+            for name, wanted in places.items()
+            if wanted
+        }
+        answers = self.judge.scores(asked)
+        for name, scores in answers.items():
+            failures = [it.cause for it in scores if isinstance(it, Unscored) and it.cause]
+            if len(failures) < len(scores):
+                self.failed_chunks[name] = 0
+                continue
+            self.failed_chunks[name] += 1
+            if self.failed_chunks[name] == FAILED_CHUNKS:
+                self.given_up[name] = failures[-1]
+                self.tell(f"{name} is asked no more: {failures[-1]}")
         return answers
 
     def _progress(self, last: bool = False) -> None:
@@ -229,6 +246,12 @@ class Scoring:
         if left and rate:
             line += f", {format_seconds(left / rate)} left"
         print(line, flush=True)
+
+
+def _no_answer(picture: Picture) -> str:
+    """Often for want of metadata that the scorer reads."""
+    known = ", ".join(metadata_of(picture.prompt or "")) or "none"
+    return f"no answer (NaN or infinite); metadata of its prompt: {known}"
 
 
 def _unpacked(picture: Picture) -> tuple[Tensor | None, str]:
