@@ -212,8 +212,8 @@ def test_a_scorer_that_always_fails_is_given_up_and_the_others_go_on(tmp_path: P
     # Mended, it is asked for all; what has scores already is not, and cannot change.
     log.unlink()
     mended = overrides("bad", log=str(log))
-    rows, _ = run(folder, tmp_path / "out", overrides("bright") + mended, prompts)
-    assert [row["bad"] for row in rows.values()] == [row["bright"] for row in rows.values()]
+    again, _ = run(folder, tmp_path / "out", overrides("bright") + mended, prompts)
+    assert [row["bad"] for row in again.values()] == [row["bright"] for row in rows]
     assert sum(map(int, log.read_text().split())) == count
     changed = overrides("bright", sleep_s=0.01) + mended
     assert "begun with other rewards.bright" in refused(folder, tmp_path / "out", changed, prompts)
