@@ -76,8 +76,18 @@ def read_prompts(path: Path, max_characters: int | None, key: str | int = "promp
 
 def _entries(path: Path, key: str | int) -> Iterator[tuple[str, PromptText]]:
     """(place in words, text) of every prompt."""
-    for file in _dataset_files(path) if path.is_dir() else [path]:
-        yield from file_prompts(file, key)
+    if not path.is_dir():
+        yield from file_prompts(path, key)
+        return
+    files = _dataset_files(path)
+    for file in files:
+        # A file for each style, as in HPDv2's benchmark: lists of texts that say no more.
+        of_style = (
+            len(files) > 1 and file.suffix.lower() == ".json" and not _split_of(Path(file.name))
+        )
+        for place, text in file_prompts(file, key):
+            styled = of_style and not metadata_of(text)
+            yield place, PromptText(text, {"style": file.stem}) if styled else text
 
 
 def _dataset_files(folder: Path) -> list[Path]:

@@ -63,6 +63,16 @@ def test_every_form_of_a_prompt_set(
     assert found == [{k: v for k, v in one.items() if k != "prompt"} for one in expected]
 
 
+def test_a_folder_with_a_file_for_each_style(tmp_path: Path) -> None:
+    for style, texts in STYLES.items():
+        (tmp_path / f"{style}.json").write_text(json.dumps(texts))
+    assert [dict(metadata_of(prompt)) for prompt in read_prompts(tmp_path, None)] == IN_STYLE
+    (tmp_path / "photo.json").unlink()
+    (tmp_path / "anime.json").rename(tmp_path / "train-00000-of-00002.json")
+    (tmp_path / "train-00001-of-00002.json").write_text('["a fox"]')
+    assert {category_of(prompt) for prompt in read_prompts(tmp_path, None)} == {None}
+
+
 def test_parquet_and_arrow_without_their_pictures(tmp_path: Path) -> None:
     image = pa.array([{"bytes": b"\x89PNG", "path": "1.png"}])
     words = pa.array(["HI"]).dictionary_encode()
