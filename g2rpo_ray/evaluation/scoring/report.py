@@ -77,7 +77,7 @@ def report(
         _passing(values, thresholds),
         _by_category(values, prompts, categories),
     ]
-    text = markdown([part for part in parts if part.cells], "Scores")
+    text = markdown([part for part in parts if part.cells], "Rewards on these pictures")
     causes = Counter[str]()
     first: dict[str, str] = {}
     for row in rows:
