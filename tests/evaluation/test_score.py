@@ -146,9 +146,9 @@ def test_a_kill_loses_and_doubles_no_row(tmp_path: Path) -> None:
         assert row["bright"] == pytest.approx(number % 256 / 255)
     # Each kill costs one chunk at most, which is the one that was being scored.
     assert sum(map(int, log.read_text().split())) <= count + 2 * score_module.CHUNK
-    before = log.read_text()
+    before = log.read_text(), scored.read_bytes()
     assert main(command[3:]) == 0
-    assert log.read_text() == before, "nothing is left to do"
+    assert (log.read_text(), scored.read_bytes()) == before, "nothing is left to do"
 
 
 def test_pictures_that_cannot_be_read_are_named_and_the_rest_goes_on(tmp_path: Path) -> None:
