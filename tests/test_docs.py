@@ -32,7 +32,7 @@ def test_the_readme_leads_from_the_prompts_to_a_resumed_run(
         if line.startswith("g2rpo ")
     ]
     used = {c[1]: cli._parse(c[1:]) for c in commands if "--dry-run" not in c}
-    assert used.keys() == {"download", "embed", "plan", "train", "evaluate", "sample"}
+    assert used.keys() == {"download", "embed", "plan", "train", "evaluate", "sample", "score"}
     started, resumed = (c for c in commands if c[1] == "train" and "--dry-run" not in c)
     options = cli._parse(started[1:])
     config = load_config(options.config, options.overrides)

@@ -13,6 +13,7 @@ from ray.experimental.internal_kv import _internal_kv_get
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config
+from g2rpo_ray.config.scoring import ScoringConfig
 
 KINDS = ("CPU", "GPU")
 _ROUNDING = 1e-4
@@ -52,7 +53,7 @@ class Node:
     free: Resources
 
 
-def reward_demands(config: Config) -> list[Demand]:
+def reward_demands(config: Config | ScoringConfig) -> list[Demand]:
     return [
         Demand(
             f"rewards.{name}.min_replicas",

@@ -20,7 +20,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: the file is missing or not YAML, a key is unknown, a value is wrong.
     """
-    path = Path(path)
+    tree = read_settings(Path(path), overrides)
+    return config_from_dict(tree, source=str(path))
+
+
+def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree of a YAML file with its overrides; errors as of ``load_config``, but of values."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -36,9 +41,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(
             f"{path}: expected settings as 'key: value' lines, found {redacted(repr(tree)):.60}"
         )
-    for override in overrides:
-        _apply_override(tree, override)
-    return config_from_dict(tree, source=str(path))
+    return with_overrides(tree, overrides)
 
 
 def config_from_dict(tree: dict[str, Any], source: str) -> Config:
@@ -90,6 +93,13 @@ def _parse_yaml(text: str, source: str) -> Any:
             if mark is not None:
                 mark.buffer = None
         raise ConfigError(f"{source}: not valid YAML: {error}") from error
+
+
+def with_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The tree itself, changed by ``key.sub=value``; raises ConfigError for what is none."""
+    for override in overrides:
+        _apply_override(tree, override)
+    return tree
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

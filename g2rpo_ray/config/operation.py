@@ -1,8 +1,20 @@
 """What surrounds the training: evaluation, checkpoints, tracking, the cluster."""
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from g2rpo_ray.common.section import Section
+
+
+class GuardSection(Section):
+    """What training on other rewards may cost a held-out one."""
+
+    max_drop: float = Field(gt=0)
+    """How far its held-out mean may fall below that of the first evaluation."""
+    then: Literal["warn", "stop"] = "warn"
+    """When it fell further: tell it after every evaluation, or also end the run, with a checkpoint.
+    """
 
 
 class EvaluationSection(Section):
@@ -29,6 +41,9 @@ class EvaluationSection(Section):
     the reward ``checkpoint.best``; 0 never."""
     min_gain: float = Field(0.0, ge=0)
     """For ``patience``, a mean is a new highest one only by more than this."""
+    guards: dict[str, GuardSection] = Field(default_factory=dict)
+    """By reward, trained on or not. The prompts whose score fell most are named, and their pictures
+    kept for the report; so the first evaluation keeps all of its pictures."""
     pictures_shown: int = Field(16, ge=0)
     """Prompts whose pictures are kept before and after, for the report."""
 

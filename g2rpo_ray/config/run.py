@@ -153,6 +153,16 @@ class Config(Section):
                 f"evaluation.min_gain is {evaluation.min_gain:g} and evaluation.patience is 0: "
                 "nothing would use it; set patience, or leave min_gain out"
             )
+        if unknown := evaluation.guards.keys() - self.rewards.keys():
+            raise ValueError(
+                f"evaluation.guards.{min(unknown)}: no such reward; rewards are "
+                f"{', '.join(sorted(self.rewards))}"
+            )
+        if evaluation.guards and not evaluation.every:
+            raise ValueError(
+                "evaluation.guards are set and evaluation.every is 0: the one evaluation after the "
+                "first comes when the run is over; set every"
+            )
         if best is None:
             return
         if best not in self.rewards:

@@ -1,1 +1,1 @@
-"""``g2rpo evaluate``: weights compared on held-out prompts: draw, statistics, table, gallery."""
+"""Weights compared on held-out prompts, rewards on pictures that are there (``scoring/``)."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.prompt_text import category_of, metadata_of
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.draw import Drawing
@@ -15,6 +16,7 @@ from g2rpo_ray.evaluation.rows import EvaluationError, Row, make_rows, parse_wei
 from g2rpo_ray.evaluation.table import (
     DIVERSITY,
     TableRow,
+    category_part,
     column_names,
     make_table,
     markdown,
@@ -83,7 +85,7 @@ def evaluate(
         _draw(config, records, rows, prompts)
     if not _missing(records, rows, prompts):
         _unpin(path for path in pins.glob("*") if path.is_dir())
-    return _write(config, records, rows)
+    return _write(config, records, rows, prompts)
 
 
 def _missing(
@@ -128,13 +130,19 @@ def _devices(config: Config) -> str:
     return ", ".join(describe_device(amount, setting) for setting, amount in gpus.items())
 
 
-def _write(config: Config, records: Records, rows: Sequence[Row]) -> list[TableRow]:
+def _write(
+    config: Config, records: Records, rows: Sequence[Row], prompts: Sequence[tuple[int, str]]
+) -> list[TableRow]:
     folder, columns = records.folder, column_names(config.rewards)
     with_diversity = DIVERSITY in config.rewards
     table = make_table(rows, records, columns, with_diversity)
-    records.write_parquet(rows, columns + [DIVERSITY] * with_diversity)
+    categories = {number: known for number, text in prompts if (known := category_of(text))}
+    records.write_parquet(rows, columns + [DIVERSITY] * with_diversity, categories)
     write_table_parquet(table, folder / "table.parquet")
-    parts = table_parts(table, columns, list(config.trained_rewards), _protocol(config))
+    trained = list(config.trained_rewards)
+    parts = table_parts(table, columns, trained, _protocol(config))
+    by_category = category_part(rows, records, columns, trained, categories)
+    parts += [by_category] if by_category.cells else []
     text = markdown(parts)
     replace_text(folder / "table.md", text)
     write_gallery(folder / "gallery.html", parts, rows, records, columns)
@@ -158,6 +166,7 @@ def _request(
     return {
         "rows": {row.name: row.weights.checksum for row in rows},
         "prompts": {str(number): text for number, text in prompts},
+        "metadata": {str(n): dict(known) for n, text in prompts if (known := metadata_of(text))},
         "pictures_per_prompt": config.evaluation.pictures_per_prompt,
         # Without defaults: a setting that a later version adds does not end what was begun.
         "model": config.model.model_dump(mode="json", exclude_defaults=True),

@@ -116,20 +116,25 @@ class Records:
         records = self.of_row(row)
         return np.array([records[number].means()[reward] for number in prompt_ids], np.float64)
 
-    def write_parquet(self, rows: Sequence[Row], rewards: Sequence[str]) -> Path:
-        """``scores.parquet``: a line a picture."""
+    def write_parquet(
+        self, rows: Sequence[Row], rewards: Sequence[str], categories: Mapping[int, str]
+    ) -> Path:
+        """``scores.parquet``: a line a picture; ``categories`` by prompt id."""
         lines = [
             {
                 "row": row.name, "weights": row.weights.label, "steps": row.steps,
                 "hybrid": row.hybrid, "prompt_id": record.prompt_id, "prompt": record.prompt,
-                "picture": number, "file": file,
+                "category": categories.get(record.prompt_id), "picture": number, "file": file,
             } | {reward: record.scores[reward][number] for reward in rewards}
             for row in rows
             for _, record in sorted(self.of_row(row.name).items())
             for number, file in enumerate(record.files)
         ]  # fmt: skip
         path = self.folder / "scores.parquet"
-        texts, counts = ("row", "weights", "prompt", "file"), ("steps", "prompt_id", "picture")
+        texts, counts = (
+            ("row", "weights", "prompt", "category", "file"),
+            ("steps", "prompt_id", "picture"),
+        )
         write_rows(path, lines, texts, counts)
         return path
 
@@ -143,7 +148,8 @@ class Records:
             replace_text(path, json.dumps(request, indent=1, ensure_ascii=False))
             return
         try:
-            earlier = json.loads(path.read_text())
+            # Earlier versions read no metadata, and began folders without.
+            earlier = {"metadata": request.get("metadata")} | json.loads(path.read_text())
             earlier_rows = dict(earlier["rows"])
         except (ValueError, KeyError, TypeError) as error:
             raise EvaluationError(f"{path}: not readable: {error}; remove the folder") from error

@@ -1,6 +1,6 @@
 """The table of an evaluation, in the layout of the papers: models down, rewards across."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from g2rpo_ray.rewards.section import RewardSection
 
 DIVERSITY = "diversity"
 """The column of diversity: no reward, so it is never said to be better or worse."""
+MOST_CATEGORIES = 40
+"""With more, a prompt file calls something else a category, and a table of it is no help."""
 COLUMN_ORDER = ("hps", "hpsv2", "clip", "pickscore", "image_reward", "unified_reward")
 """Kinds of scorers in the order of the paper's main table (arXiv 2510.01982)."""
 
@@ -127,9 +129,34 @@ def table_parts(
     return [part for part in parts if part.cells]
 
 
-def markdown(parts: Sequence[Part]) -> str:
+def category_part(
+    rows: Sequence[Row],
+    records: Records,
+    columns: Sequence[str],
+    trained: Sequence[str],
+    categories: Mapping[int, str],
+) -> Part:
+    """The scores once more, by what the prompt file says of its prompts (GenEval's ``tag``, ...).
+
+    Args:
+        categories: by prompt id; without cells where there is none, or almost as many as prompts.
+    """
+    names = sorted(set(categories.values()))
+    cells = []
+    for name in names if len(names) <= MOST_CATEGORIES else []:
+        for row in (row for row in rows if row.hybrid is None):
+            drawn = sorted(records.of_row(row.name))
+            ids = [number for number in drawn if categories.get(number) == name]
+            means = [estimate(records.prompt_means(row.name, c, ids)) for c in columns]
+            numbers = [estimate_cell(mean, len(ids)) for mean in means]
+            cells.append([name, row.weights.label, _steps(row), str(len(ids)), *numbers])
+    head = ["category", "model", "steps", "prompts", *_headings(columns, trained)]
+    return Part("By category", "", head, cells, words=2)
+
+
+def markdown(parts: Sequence[Part], title: str = "Evaluation") -> str:
     """The parts as one text."""
-    texts = ["# Evaluation"]
+    texts = [f"# {title}"]
     for part in parts:
         rule = ["---"] * part.words + ["---:"] * (len(part.head) - part.words)
         lines = [part.head, rule, *part.cells]
@@ -165,8 +192,8 @@ def _scores(
             line.row.weights.training,
             _steps(line.row),
             str(line.prompts),
-            *(_cell(line.rewards[name], line.prompts) for name in columns),
-            *([_cell(line.diversity, line.prompts)] if line.diversity else []),
+            *(estimate_cell(line.rewards[name], line.prompts) for name in columns),
+            *([estimate_cell(line.diversity, line.prompts)] if line.diversity else []),
         ]
         for line in table
     ]
@@ -186,7 +213,7 @@ def _paired(
             for name in columns:
                 paired = line.differences[name]
                 share = NOTHING if np.isnan(paired.worse_share) else f"{paired.worse_share:.0%}"
-                row += [_cell(paired.difference, line.prompts, "+"), share]
+                row += [estimate_cell(paired.difference, line.prompts, "+"), share]
             cells.append(row)
     return Part(title, lead, head, cells, words=1)
 
@@ -201,7 +228,7 @@ def _steps(row: Row) -> str:
     return f"{row.hybrid_switch} + {row.steps - row.hybrid_switch} base"
 
 
-def _cell(value: Estimate, prompts: int, sign: str = "") -> str:
+def estimate_cell(value: Estimate, prompts: int, sign: str = "") -> str:
     if value.prompts == 0:
         return NOTHING
     text = f"{value.mean:{sign}.4f}"

@@ -19,6 +19,8 @@ from g2rpo_ray.rewards.server import ScoreAnswer, ScoreRequest
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 8.0
 """Before a request is sent again; doubled each time."""
+NO_ANSWER = "scores are NaN or infinite"
+"""Ends the cause where a scorer worked and had nothing to say."""
 
 
 class InvalidRewardError(RunError):
@@ -135,7 +137,7 @@ class SentRequests:
             return str(answer), False
         broken = int((~answer.scores.isfinite()).sum())
         if broken:
-            return f"{broken} of {len(answer.scores)} scores are NaN or infinite", False
+            return f"{broken} of {len(answer.scores)} {NO_ANSWER}", False
         return answer, False
 
     def _no_scores(self, name: str, cause: str) -> Tensor:

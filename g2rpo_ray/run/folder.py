@@ -23,7 +23,7 @@ from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.run.paths import RESOLVED, SETTINGS, VERSIONS, RunFolderError, run_folder
-from g2rpo_ray.run.scores import is_stalled
+from g2rpo_ray.run.scores import is_stalled, stopping_guard
 from g2rpo_ray.run.versions import versions
 from g2rpo_ray.run.weights import read_fitting_info, trained_kind
 
@@ -191,6 +191,12 @@ def _info_at_start(config: Config, folder: Path, checkpoint: Path | None) -> Che
         raise RunFolderError(
             f"{checkpoint} is at iteration {info.iteration} of {config.iterations}: the run "
             "is complete; raise iterations to go on"
+        )
+    if guard := stopping_guard(config):
+        raise RunFolderError(
+            f"{checkpoint}: the run ended early at iteration {info.iteration} of "
+            f"{config.iterations} (evaluation.guards.{guard}); raise its max_drop, or set its then "
+            "to warn, to go on"
         )
     if is_stalled(config):
         raise RunFolderError(

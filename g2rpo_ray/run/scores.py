@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from PIL import Image
 
@@ -20,10 +21,10 @@ def evaluated_iterations(config: Config) -> set[int]:
     return {record["iteration"] for record in read_metrics(run_folder(config), "evaluation")}
 
 
-def heldout_means(config: Config) -> dict[int, float]:
-    """Held-out mean of ``checkpoint.best`` by evaluated iteration, in their order; those without a
-    number are left out."""
-    name = f"heldout/{config.checkpoint.best}"
+def heldout_means(config: Config, reward: str | None) -> dict[int, float]:
+    """Held-out mean of a reward by evaluated iteration, in their order; those without a number are
+    left out."""
+    name = f"heldout/{reward}"
     records = read_metrics(run_folder(config), "evaluation")
     means = {r["iteration"]: r[name] for r in records if name in r}
     return {n: means[n] for n in sorted(means) if means[n] is not None}
@@ -33,17 +34,58 @@ def best_evaluated(config: Config) -> int | None:
     """Iteration with the highest held-out mean, of the checkpoints that are there and the base
     model (0); of equal ones the last."""
     there = [0, *map(iteration_of, list_checkpoints(run_folder(config)))]
-    means = {n: mean for n, mean in heldout_means(config).items() if n in there}
+    means = heldout_means(config, config.checkpoint.best)
+    means = {n: mean for n, mean in means.items() if n in there}
     return max(means, key=lambda n: (means[n], n), default=None)
 
 
 def is_stalled(config: Config) -> bool:
     """Whether none of the last ``evaluation.patience`` evaluations is better than all before."""
-    means, settings = list(heldout_means(config).values()), config.evaluation
+    means = list(heldout_means(config, config.checkpoint.best).values())
+    settings = config.evaluation
     patience = settings.patience
     if patience == 0 or len(means) <= patience:
         return False
     return max(means[-patience:]) <= max(means[:-patience]) + settings.min_gain
+
+
+def fallen_rewards(config: Config) -> dict[str, float]:
+    """Rewards whose last held-out mean lies too far below the first for ``evaluation.guards``, and
+    how far."""
+    fallen = {}
+    for name, guard in config.evaluation.guards.items():
+        means = list(heldout_means(config, name).values())
+        if means and means[0] - means[-1] > guard.max_drop:
+            fallen[name] = means[0] - means[-1]
+    return fallen
+
+
+def stopping_guard(config: Config) -> str | None:
+    """A reward whose guard ends the run."""
+    guards = config.evaluation.guards
+    return next((name for name in fallen_rewards(config) if guards[name].then == "stop"), None)
+
+
+def fallen_most(
+    folder: Path, reward: str, results: Sequence[HeldoutPictures], count: int
+) -> dict[int, float]:
+    """Prompts whose score fell most since the first evaluation, and how far, the most first; of
+    those whose pictures were kept there."""
+    files = list((folder / "pictures" / "heldout").glob("iteration_*.json"))
+    if not files:
+        return {}
+    first = min(files, key=lambda file: int(file.stem.removeprefix("iteration_")))
+    before: dict[int, list[float]] = {}
+    for entry in json.loads(first.read_text(encoding="utf-8")):
+        if (score := entry["scores"].get(reward)) is not None:
+            before.setdefault(entry["prompt_id"], []).append(score)
+    falls = {
+        result.prompt_id: fmean(before[result.prompt_id]) - float(result.scores[reward].mean())
+        for result in results
+        if result.prompt_id in before
+    }
+    fallen = sorted((n for n in falls if falls[n] > 0), key=lambda n: -falls[n])
+    return {number: falls[number] for number in fallen[:count]}
 
 
 def save_heldout(folder: Path, iteration: int, results: Sequence[HeldoutPictures]) -> None:

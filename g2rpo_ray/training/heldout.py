@@ -14,13 +14,23 @@ from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.prompts.dataset import evenly
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.rollout.pool import POLL_S, RolloutPool
-from g2rpo_ray.run.scores import best_evaluated, evaluated_iterations, is_stalled, save_heldout
+from g2rpo_ray.run.scores import (
+    best_evaluated,
+    evaluated_iterations,
+    fallen_most,
+    fallen_rewards,
+    is_stalled,
+    save_heldout,
+    stopping_guard,
+)
 from g2rpo_ray.training.collect import heldout_metrics
 from g2rpo_ray.training.roles import Roles
 from g2rpo_ray.training.session import Session
 
 logger = logging.getLogger(__name__)
 
+FALLEN_SHOWN = 4
+"""Prompts that a guard names."""
 CLOSE_S = 2.0
 """For the thread to notice; what it waits for else ends with its workers."""
 
@@ -51,8 +61,8 @@ class HeldoutEvaluation:
         """Iteration whose evaluation was begun last."""
         self.missed = 0
         """Evaluations that failed or were left out, since the start."""
-        self.is_stalled = is_stalled(self._config)
-        """Whether ``evaluation.patience`` is used up."""
+        self.is_stalled = is_stalled(self._config) or stopping_guard(self._config) is not None
+        """Whether ``evaluation.patience`` is used up, or a guard ends the run."""
 
     def evaluate(self, iteration: int) -> None:
         """Judge the weights of now, if nobody has; returns at once with workers of its own."""
@@ -147,9 +157,12 @@ class HeldoutEvaluation:
             session.note(f"evaluation of iteration {iteration} lacks a score: {failure}")
         session.log.record(iteration, heldout_metrics(results))
         shown = evenly(results, self._config.evaluation.pictures_shown)
-        save_heldout(session.run.folder, iteration, shown)
+        save_heldout(session.run.folder, iteration, self._kept(iteration, results, shown))
         pictures = {result.prompt: result.pictures[0].numpy() for result in shown}
         session.log.pictures(iteration, pictures)
+        if not self.is_stalled and (guard := stopping_guard(self._config)):
+            self.is_stalled = True
+            session.note(f"evaluation.guards.{guard}.then is stop: the run ends early")
         if not self.is_stalled and is_stalled(self._config):
             self.is_stalled = True
             session.note(
@@ -157,6 +170,26 @@ class HeldoutEvaluation:
                 f"{self._config.evaluation.patience} evaluations (evaluation.patience): the run "
                 "ends early"
             )
+
+    def _kept(
+        self, iteration: int, results: list[HeldoutPictures], shown: list[HeldoutPictures]
+    ) -> list[HeldoutPictures]:
+        """Whose pictures are kept: ``shown``, and those that a guard tells of."""
+        guards = self._config.evaluation.guards
+        if guards and evaluated_iterations(self._config) == {iteration}:
+            return results
+        texts = {result.prompt_id: result.prompt for result in results}
+        kept = {result.prompt_id for result in shown}
+        for name, drop in fallen_rewards(self._config).items():
+            most = fallen_most(self._session.run.folder, name, results, FALLEN_SHOWN)
+            kept |= most.keys()
+            words = "; ".join(f"{fall:.4f} on {texts[n]!r:.80}" for n, fall in most.items())
+            self._session.note(
+                f"evaluation of iteration {iteration}: held-out {name} is {drop:.4f} below the "
+                f"first, more than evaluation.guards.{name}.max_drop ({guards[name].max_drop:g}); "
+                f"most fell {words or 'none whose pictures were kept'}"
+            )
+        return [result for result in results if result.prompt_id in kept]
 
     def _miss(self, why: str) -> None:
         self.missed += 1

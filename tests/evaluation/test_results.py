@@ -16,6 +16,7 @@ from g2rpo_ray.evaluation.records import Records, check_folder
 from g2rpo_ray.evaluation.rows import EvaluationError, Row, Weights
 from g2rpo_ray.evaluation.table import (
     DIVERSITY,
+    category_part,
     column_names,
     make_table,
     markdown,
@@ -74,6 +75,28 @@ def test_the_table_compares_prompt_by_prompt(records: Records) -> None:
     assert hybrid.rewards["hps"].mean == pytest.approx(0.4)
 
 
+def test_the_scores_by_category(records: Records) -> None:
+    categories = {3: "cats", 7: "cats", 9: "dogs"}
+    part = category_part(ROWS, records, ["hps"], ["hps"], categories)
+    assert part.head == ["category", "model", "steps", "prompts", "hps¹"]
+    rows = [[*row[:4], row[4][:6]] for row in part.cells]
+    assert rows == [
+        ["cats", "base", "10", "2", "0.3000"],
+        ["cats", "mine", "10", "2", "0.4000"],
+        ["dogs", "base", "10", "1", "0.6000"],
+        ["dogs", "mine", "10", "1", "0.7000"],
+    ]
+    assert category_part(ROWS, records, ["hps"], [], {}).cells == []
+
+
+def test_a_folder_from_before_there_were_metadata_goes_on(tmp_path: Path) -> None:
+    Records(tmp_path / "out", REQUEST)
+    metadata = {"metadata": {"0": {"tag": "cats"}}}
+    Records(tmp_path / "out", REQUEST | metadata)
+    with pytest.raises(EvaluationError, match="with other metadata"):
+        Records(tmp_path / "out", REQUEST | {"metadata": {}})
+
+
 def test_markdown_keeps_hybrid_inference_apart_and_marks_what_was_trained_on(
     records: Records,
 ) -> None:
@@ -89,12 +112,13 @@ def test_markdown_keeps_hybrid_inference_apart_and_marks_what_was_trained_on(
 
 
 def test_parquet_files_hold_every_picture_and_every_cell(records: Records) -> None:
-    path = records.write_parquet(ROWS, ["hps", "oracle", DIVERSITY])
+    path = records.write_parquet(ROWS, ["hps", "oracle", DIVERSITY], {3: "cats", 9: "dogs"})
     pictures = pq.read_table(path).to_pylist()
     assert len(pictures) == 16
     first = pictures[0]
     assert (first["row"], first["prompt_id"], first["picture"]) == ("base-10steps", 3, 0)
     assert first["hps"] == pytest.approx(0.1)
+    assert [line["category"] for line in pictures[:5:2]] == ["cats", None, "dogs"]
     missing = [line for line in pictures if line["hps"] is None]
     assert [(line["row"], line["prompt_id"]) for line in missing] == [(HYBRID.name, 7)]
     assert all((records.folder / line["file"]).is_file() for line in pictures)

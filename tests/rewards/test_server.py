@@ -13,6 +13,7 @@ import torch
 from ray._private.state import actors
 from torch import Tensor
 
+from g2rpo_ray.common.prompt_text import PromptText
 from g2rpo_ray.rewards import client as client_module
 from g2rpo_ray.rewards.client import FIRST_PAUSE_S, InvalidRewardError, RewardClient, SentRequests
 from g2rpo_ray.rewards.scorer import ScorerError
@@ -97,6 +98,12 @@ def test_a_reward_beside_another_is_scored_by_its_replica_in_its_own_way(servers
         "3\tgood for two", "1\tgood for two",
     ]  # fmt: skip
     assert [line for line in lines["beside"] if "for two" in line] == ["2\tgood for two"] * 2
+
+
+def test_metadata_go_with_the_prompt(servers: Servers) -> None:
+    for level in (3.0, 4.0):
+        scores = servers.score(PromptText("metadata", {"levels": [level]}))
+        assert scores.tolist() == [level] * len(PICTURES)
 
 
 def test_a_batch_is_cut_inside_a_request(servers: Servers) -> None:

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from g2rpo_ray.common.errors import RunError
+from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.folders import (
@@ -287,6 +288,52 @@ def test_a_run_that_ended_early_goes_on_only_with_more_patience(tmp_path: Path) 
     assert patient.means == pytest.approx(dict(enumerate(SCORES)))
     assert patient.summary["best_iteration"] == 5
     assert not patient.summary["stopped_early"]
+
+
+GUARD = "evaluation.guards={{oracle: {{max_drop: 0.05, then: {then}}}}}"
+FALLING = [0.5, 0.6, 0.46, 0.4, 0.3, 0.3, 0.55, 0.55]
+
+
+def test_a_guard_ends_the_run_and_resume_keeps_to_it(tmp_path: Path) -> None:
+    settings = ("iterations=7", GUARD.format(then="stop"))
+    trained = Run(tmp_path / "run", *settings, scores=FALLING).train()
+    assert (trained.summary["stopped_early"], trained.summary["iterations"]) == (True, 3)
+    told = [line for line in trained.told if "held-out oracle is 0.1000 below the first" in line]
+    assert len(told) == 1
+    assert "most fell 0.1000 on 'a red circle'" in told[0]
+    with pytest.raises(RunFolderError, match=r"iteration 3 of 7 \(evaluation.guards.oracle\)"):
+        Run(tmp_path / "run", *settings, scores=FALLING).train(resume="auto")
+    milder = ("iterations=7", GUARD.format(then="warn"))
+    trained = Run(tmp_path / "run", *milder, scores=FALLING).train(resume="auto")
+    assert (trained.summary["stopped_early"], trained.summary["iterations"]) == (False, 7)
+    # Of 4 and 5; before, it was told of 3, and 6 is above again.
+    assert sum("held-out oracle is 0.2000 below" in line for line in trained.told) == 2
+
+
+def test_a_guard_keeps_the_pictures_that_fell_most(tmp_path: Path) -> None:
+    settings = ("iterations=3", "evaluation.pictures_shown=0", GUARD.format(then="warn"))
+    trained = Run(tmp_path / "run", *settings, scores=FALLING).train()
+    kept = trained.folder / "pictures" / "heldout"
+    shown = {path.stem: json.loads(path.read_text()) for path in kept.glob("*.json")}
+    assert {name: len(entries) for name, entries in shown.items()} == {
+        "iteration_0": 1, "iteration_1": 0, "iteration_2": 0, "iteration_3": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["evaluation.guards={hpps: {max_drop: 0.1}}"], "evaluation.guards.hpps: no such reward"),
+        (["evaluation.guards={oracle: {max_drop: 0}}"], "evaluation.guards.oracle.max_drop"),
+        (
+            ["evaluation.guards={oracle: {max_drop: 0.1}}", "evaluation.every=0"],
+            "evaluation.every is 0: the one evaluation after the first",
+        ),
+    ],
+)
+def test_guards_that_cannot_work(tmp_path: Path, overrides: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        tiny_config(tmp_path, "evaluation.every=1", *overrides)
 
 
 def test_no_gain_over_the_base_model_leaves_no_best_checkpoint(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def _prompts(run: RunFolder) -> list[Prompt]:
 def _prompts_with(run: RunFolder, side: int) -> list[Prompt]:
     shown = run.pictures[:1] + run.pictures[1:][-1:]
     prompts = []
-    for place in dict.fromkeys(place for drawn in shown for place in drawn.by_place()):
+    # With guards the first evaluation keeps more.
+    for place in shown[-1].by_place() if shown else []:
         entries = [drawn.by_place().get(place) for drawn in shown]
         scores = [entry["scores"] if entry else {} for entry in entries]
         prompts.append(

@@ -1,0 +1,1 @@
+"""``g2rpo score``: pictures that are there, judged by any scorers, which are compared."""
