@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.prompt_text import PromptText
 
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -37,7 +38,7 @@ class PromptFileError(InputError):
     """A prompt file cannot be used; the message names file, line or row, key and cause."""
 
 
-def file_prompts(path: Path, key: str | int) -> Iterator[tuple[str, str]]:
+def file_prompts(path: Path, key: str | int) -> Iterator[tuple[str, PromptText]]:
     """(place in words, text) of every prompt of a file, in its order; see ``read_prompts``."""
     suffix = path.suffix.lower()
     with path.open("rb") as file:
@@ -56,28 +57,29 @@ def file_prompts(path: Path, key: str | int) -> Iterator[tuple[str, str]]:
         yield from _lines(path, text, str(key))
 
 
-def _column(path: Path, start: bytes, key: str) -> Iterator[tuple[str, str]]:
+def _column(path: Path, start: bytes, key: str) -> Iterator[tuple[str, PromptText]]:
     """Of a parquet file (it may hold pictures, too), or of an Arrow file or stream."""
     number = 0
     try:
         for name, part in _parts(path, start, key):
             # What Python reads of a damaged one unchecked may end the process.
             part.validate(full=True)
-            for value in part.to_pylist():
+            for row in part.to_pylist():
                 number += 1
                 place = f"{path}, row {number}"
-                yield place, _text(value, f"{place}, column {name!r}")
+                text = _text(row.pop(name), f"{place}, column {name!r}")
+                yield place, PromptText(text, row)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise PromptFileError(f"{path}: damaged, after row {number}: {error}") from error
 
 
-def _parts(path: Path, start: bytes, key: str) -> Iterator[tuple[str, pa.Array]]:
-    """The column's name with its values, part after part."""
+def _parts(path: Path, start: bytes, key: str) -> Iterator[tuple[str, pa.RecordBatch]]:
+    """The column's name with rows of it and of the plain ones beside it, part after part."""
     if start.startswith(_PARQUET) or path.suffix.lower() == ".parquet":
         with pq.ParquetFile(path) as file:
-            name = _named(file.schema_arrow.names, key, f"{path}", "column")
-            for batch in file.iter_batches(columns=[name]):
-                yield name, batch.column(0)
+            name, columns = _columns(file.schema_arrow, key, f"{path}")
+            for batch in file.iter_batches(columns=columns):
+                yield name, batch
         return
     # No memory map: a damaged file would end the process.
     with pa.OSFile(str(path)) as source:
@@ -86,9 +88,25 @@ def _parts(path: Path, start: bytes, key: str) -> Iterator[tuple[str, pa.Array]]
             batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
             batches = reader = pa.ipc.open_stream(source)
-        name = _named(reader.schema.names, key, f"{path}", "column")
+        name, columns = _columns(reader.schema, key, f"{path}")
         for batch in batches:
-            yield name, batch.column(reader.schema.names.index(name))
+            yield name, batch.select(columns)
+
+
+def _columns(schema: pa.Schema, key: str, place: str) -> tuple[str, list[str]]:
+    """The column with the text; and it and all that can be metadata, of which pictures cannot."""
+    name = _named(schema.names, key, place, "column")
+    single = [field for field in schema if schema.names.count(field.name) == 1]
+    return name, [field.name for field in single if field.name == name or _is_plain(field.type)]
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    if kind.num_fields:
+        return all(_is_plain(kind.field(number).type) for number in range(kind.num_fields))
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    tests = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+    texts = pa.types.is_string, pa.types.is_large_string
+    return any(is_one(kind) for is_one in (*tests, *texts))
 
 
 def _decoded(path: Path, content: bytes) -> str:
@@ -107,22 +125,38 @@ def _decoded(path: Path, content: bytes) -> str:
         ) from None
 
 
-def _json(path: Path, text: str, key: str) -> Iterator[tuple[str, str]]:
+def _json(path: Path, text: str, key: str) -> Iterator[tuple[str, PromptText]]:
     """Documents one after the other, such as a line each; or one that has them all."""
-    documents = list(_documents(path, text))
+    documents: list[tuple[str, Any, dict[str, Any]]]
+    documents = [(place, entry, {}) for place, entry in _documents(path, text)]
     if len(documents) == 1:
-        ((_, whole),) = documents
-        lists = whole if isinstance(whole, dict) else {"": whole}
-        # A list for each style, as HPDv2 has them; or one for each column, of which one is named.
-        lists = {key: lists[key]} if key in lists else lists
-        if lists and all(isinstance(entries, list) for entries in lists.values()):
-            documents = [
-                (f"{path}, {f'{name!r}, ' * bool(name)}entry {number}", entry)
-                for name, entries in lists.items()
-                for number, entry in enumerate(entries, start=1)
-            ]
-    for place, entry in documents:
-        yield place, _entry(entry, place, key)
+        documents = _listed(path, documents[0][1], key) or documents
+    for place, entry, metadata in documents:
+        yield place, _entry(entry, place, key, metadata)
+
+
+def _listed(path: Path, whole: Any, key: str) -> list[tuple[str, Any, dict[str, Any]]]:
+    """(place, entry, metadata) of a document that is a list of them, or has a list for each style,
+    as HPDv2, or for each column; empty where it is none of that."""
+    lists = whole if isinstance(whole, dict) else {"": whole}
+    columns = {}
+    if isinstance(lists.get(key), list):
+        count = len(lists[key])
+        columns = {n: c for n, c in lists.items() if isinstance(c, list) and len(c) == count}
+        lists = {key: columns.pop(key)}
+    if not all(isinstance(entries, list) for entries in lists.values()):
+        return []
+    return [
+        (
+            f"{path}, {f'{name!r}, ' * bool(name)}entry {number}",
+            entry,
+            {"style": name}
+            if name not in ("", key)
+            else {n: column[number - 1] for n, column in columns.items()},
+        )
+        for name, entries in lists.items()
+        for number, entry in enumerate(entries, start=1)
+    ]
 
 
 def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -145,15 +179,16 @@ def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         line += text.count("\n", start, end)
 
 
-def _entry(entry: object, place: str, key: str) -> str:
+def _entry(entry: object, place: str, key: str, metadata: dict[str, Any]) -> PromptText:
     if isinstance(entry, str):
-        return _text(entry, place)
+        return PromptText(_text(entry, place), metadata)
     if not isinstance(entry, dict):
         raise PromptFileError(
             f"{place}: expected an object with the key {key!r}, or a text; found {entry!r:.60}"
         )
     name = _named(entry, key, place, "key")
-    return _text(entry[name], f"{place}, key {name!r}")
+    beside = {other: value for other, value in entry.items() if other != name}
+    return PromptText(_text(entry[name], f"{place}, key {name!r}"), metadata | beside)
 
 
 def _delimiter(text: str, suffix: str, key: str) -> str:
@@ -172,12 +207,16 @@ def _delimiter(text: str, suffix: str, key: str) -> str:
     return "," if lines and quoted else ""
 
 
-def _table(path: Path, text: str, delimiter: str, key: str | int) -> Iterator[tuple[str, str]]:
-    """A column by its name in the first row, or where no row has names by its number."""
-    rows = _rows(path, text, delimiter)
+def _table(
+    path: Path, text: str, delimiter: str, key: str | int
+) -> Iterator[tuple[str, PromptText]]:
+    """A column by its name in the first row, or where no row has names by its number; metadata are
+    the other columns, which are not empty, by their names."""
+    rows, titles = _rows(path, text, delimiter), list[str]()
     names = rows[0][1] if rows else [""]
     if str(key).lower() in [name.lower() for name in names]:
         column, rows = names.index(_named(names, str(key), f"{path}", "column")), rows[1:]
+        titles = names
     elif isinstance(key, int) and key <= len(names):
         column = key - 1
     elif len(names) == 1 and not re.fullmatch(r"[\w-]+", names[0], re.ASCII):
@@ -197,7 +236,9 @@ def _table(path: Path, text: str, delimiter: str, key: str | int) -> Iterator[tu
                 f"{delimiter!r} in it stands in quotes",
                 text,
             )
-        yield place, _text(cells[column], f"{place}, column {key!r}")
+        beside = {title: cell for title, cell in zip(titles, cells, strict=False) if title and cell}
+        beside.pop(names[column], None)
+        yield place, PromptText(_text(cells[column], f"{place}, column {key!r}"), beside)
 
 
 def _rows(path: Path, text: str, delimiter: str) -> list[tuple[int, list[str]]]:
@@ -228,7 +269,7 @@ def _reader(lines: Iterable[str], delimiter: str, quoting: Any = csv.QUOTE_MINIM
     )
 
 
-def _lines(path: Path, text: str, key: str) -> Iterator[tuple[str, str]]:
+def _lines(path: Path, text: str, key: str) -> Iterator[tuple[str, PromptText]]:
     """Lines that are not empty, without a first one that is a column's name."""
     first = True
     for number, line in enumerate(text.split("\n"), start=1):
@@ -237,7 +278,7 @@ def _lines(path: Path, text: str, key: str) -> Iterator[tuple[str, str]]:
         if _JSON_START.match(prompt) or _ONLY_MARKS.match(prompt):
             raise _not_understood(f"{path}, line {number}: {prompt!r:.60} is no prompt", text)
         if not first or prompt.lower() != key.lower():
-            yield f"{path}, line {number}", prompt
+            yield f"{path}, line {number}", PromptText(prompt)
         first = False
 
 

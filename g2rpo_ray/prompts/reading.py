@@ -1,16 +1,20 @@
 """Reading prompts: of a file, of a folder of a Hugging Face dataset, of one of embeddings."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from g2rpo_ray.common.files import read_json_object
+from g2rpo_ray.common.prompt_text import PromptText, metadata_of
 from g2rpo_ray.prompts.formats import JSON_SUFFIXES, TABLE_SUFFIXES, PromptFileError, file_prompts
 
 MANIFEST = "manifest.json"
 """What a folder of embeddings is known by."""
 PROMPTS_FILE = "prompts.parquet"
 """The texts of a folder of embeddings."""
+METADATA = "metadata"
+"""Its column of what else the prompt file said, as JSON; earlier versions wrote none."""
 SPLITS = (
     dict.fromkeys(("train", "training"), "train")
     | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
@@ -37,16 +41,18 @@ def read_prompts(path: Path, max_characters: int | None, key: str | int = "promp
 
     Returns:
         Prompts without surrounding white space, in the order of the file; a prompt's id is its
-        place in this list. Empty lines of a text file are passed over.
+        place in this list. Empty lines of a text file are passed over. What a file has beside
+        the text (other keys or columns, the style of a list) are a prompt's metadata.
 
     Raises:
         PromptFileError: the file is missing, damaged, not understood or holds no prompt; a prompt
             is empty, not UTF-8, no text, too long, or has a NUL character.
     """
-    if (path / MANIFEST).is_file():
+    embedded = (path / MANIFEST).is_file()
+    if embedded:
         # Their lengths were judged when they were embedded.
         path, key, max_characters = path / PROMPTS_FILE, "text", None
-    prompts = []
+    prompts: list[str] = []
     try:
         for place, text in _entries(path, key):
             if "\0" in text:
@@ -56,6 +62,8 @@ def read_prompts(path: Path, max_characters: int | None, key: str | int = "promp
                     f"{place}: {len(text)} characters; allowed are {max_characters} "
                     "(prompts.max_characters)"
                 )
+            if embedded:
+                text = PromptText(text, json.loads(metadata_of(text).get(METADATA, "{}")))
             prompts.append(text)
     except FileNotFoundError:
         raise PromptFileError(f"{path}: no such prompt file") from None
@@ -66,7 +74,7 @@ def read_prompts(path: Path, max_characters: int | None, key: str | int = "promp
     return prompts
 
 
-def _entries(path: Path, key: str | int) -> Iterator[tuple[str, str]]:
+def _entries(path: Path, key: str | int) -> Iterator[tuple[str, PromptText]]:
     """(place in words, text) of every prompt."""
     for file in _dataset_files(path) if path.is_dir() else [path]:
         yield from file_prompts(file, key)

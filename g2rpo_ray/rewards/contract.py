@@ -7,10 +7,12 @@ From a test: ``check_scorer(make_scorer(kind, options, "cpu"))``.
 
 import json
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from g2rpo_ray.common.prompt_text import PromptText, metadata_of
 from g2rpo_ray.common.tokenizers import UNLIKE
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError, check_request, check_scores
@@ -25,6 +27,7 @@ ODD_PROMPTS = {
     "NUL": "a red\0 fox",
     "braces and quotes": '{prompt} "%s" \\ {0} <|endoftext|>',
 }
+ODD_METADATA = {"category": "动物", "include": [{"class": "fox", "count": 1}], "": None}
 ODD_SIZES = {"one pixel": (1, 1), "portrait": (90, 40), "landscape": (31, 77), "large": (720, 720)}
 TOLERANCE = 1e-4
 
@@ -39,6 +42,7 @@ def check_scorer(
     """Ask a scorer everything that a run may ask it.
 
     Args:
+        prompt: one that it can judge; the other prompts get its metadata.
         tolerance: difference that counts as equal, relative above 1; half precision needs 5e-3.
 
     Returns:
@@ -56,8 +60,13 @@ def check_scorer(
     turned = _ask(scorer, "reversed", pictures.flip(0), [prompt] * 4).flip(0)
     _same("pictures in reverse order", first, turned, tolerance)
     passed = ["float32 [B], finite", "repeatable", "independent of what is scored beside it"]
-    passed += _reads_prompts(scorer, pictures) if scorer.reads_prompts else []
-    odd = {f"prompt: {name}": (pictures[:1], text) for name, text in ODD_PROMPTS.items()}
+    known = dict(metadata_of(prompt))
+    passed += _reads_prompts(scorer, pictures, known) if scorer.reads_prompts else []
+    odd: dict[str, tuple[Tensor, str]] = {
+        f"prompt: {name}": (pictures[:1], PromptText(text, known))
+        for name, text in ODD_PROMPTS.items()
+    }
+    odd["prompt: with metadata"] = pictures[:1], PromptText(prompt, ODD_METADATA | known)
     for name, (height, width) in ODD_SIZES.items():
         odd[f"picture: {name}, {height}x{width}"] = _noise(1, height, width), prompt
     for name, level in {"black": 0, "white": 255}.items():
@@ -67,8 +76,10 @@ def check_scorer(
     return [*passed, *odd]
 
 
-def _reads_prompts(scorer: RewardScorer, pictures: Tensor) -> list[str]:
-    one, other = (_ask(scorer, text, pictures, [text] * len(pictures)) for text in UNLIKE)
+def _reads_prompts(scorer: RewardScorer, pictures: Tensor, known: dict[str, Any]) -> list[str]:
+    one, other = (
+        _ask(scorer, text, pictures, [PromptText(text, known)] * len(pictures)) for text in UNLIKE
+    )
     if not torch.equal(one, other):
         return ["unlike prompts are told apart"]
     if bool((one == one[0]).all()):

@@ -49,7 +49,8 @@ class RewardScorer(ABC):
 
         Args:
             pictures: uint8 ``[B, H, W, 3]`` on the CPU.
-            prompts: B texts.
+            prompts: B texts; ``metadata_of(prompt)`` (common/prompt_text.py) is what the prompt
+                file says of one beside the text, a mapping of plain values, often empty.
 
         Returns:
             float32 ``[B]`` on the CPU. NaN says "no answer"; an exception fails the request.

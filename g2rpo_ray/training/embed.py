@@ -19,6 +19,7 @@ from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.files import check_room, replace_text, replacing, sha256_of_file, writing
 from g2rpo_ray.common.formatting import format_seconds, format_size
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.prompt_text import metadata_of
 from g2rpo_ray.common.section import check_gpus
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
@@ -32,7 +33,7 @@ from g2rpo_ray.prompts.embeddings import (
     write_manifest,
 )
 from g2rpo_ray.prompts.encoder import ShardEncoder
-from g2rpo_ray.prompts.reading import MANIFEST, PROMPTS_FILE, read_prompts
+from g2rpo_ray.prompts.reading import MANIFEST, METADATA, PROMPTS_FILE, read_prompts
 from g2rpo_ray.prompts.selection import Selection, select
 
 PLAN, FINISHED = "plan.json", "finished.jsonl"
@@ -156,7 +157,7 @@ def _shard_rows(
         raise EmbedError(" ".join(reasons))
     ray.data.DataContext.get_current().enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    rows = [{"shard": number, "texts": texts} for number, texts in shards.items()]
+    rows = [{"shard": number, "texts": [*map(str, texts)]} for number, texts in shards.items()]
     encoded = ray.data.from_items(rows, override_num_blocks=len(rows)).map(
         ShardEncoder,
         fn_constructor_args=(config, folder.absolute(), options.gpus_per_worker),
@@ -236,10 +237,14 @@ def _write_prompts(
     folder: Path, shards: Sequence[Sequence[str]], files: Sequence[dict[str, Any]]
 ) -> str:
     rows = [
-        {"text": text, "shard": number, "row": row, "checksum": files[number]["checksums"][row]}
+        {
+            "text": str(text), "shard": number, "row": row,
+            "checksum": files[number]["checksums"][row],
+            METADATA: json.dumps(metadata_of(text), ensure_ascii=False),
+        }
         for number, texts in enumerate(shards)
         for row, text in enumerate(texts)
-    ]
+    ]  # fmt: skip
     path = folder / PROMPTS_FILE
     with replacing(path) as temporary:
         pq.write_table(pa.Table.from_pylist(rows), temporary)

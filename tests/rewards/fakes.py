@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from g2rpo_ray.common.prompt_text import metadata_of
 from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
 
@@ -46,6 +47,8 @@ class ObedientScorer(RewardScorer):
             time.sleep(STUCK_S)
         if "hang" in wishes:
             time.sleep(HANG_S)
+        if "metadata" in wishes:
+            return torch.tensor([metadata_of(prompt)["levels"][0] for prompt in prompts])
         if "nan" in wishes:
             brightness[0] = torch.nan
         if "infinite" in wishes:

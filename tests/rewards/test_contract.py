@@ -29,7 +29,7 @@ def test_a_scorer_answers_whatever_a_run_may_ask(kind: str, tmp_path: Path) -> N
         "aesthetic": lambda: aesthetic_options(tmp_path),
     }
     passed = check_scorer(make_scorer(kind, options[kind](), "cpu"))
-    assert len(passed) == (17 if kind == "aesthetic" else 18)
+    assert len(passed) == (18 if kind == "aesthetic" else 19)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -99,7 +99,7 @@ def test_a_broken_scorer_is_found_out(wish: str, cause: str) -> None:
 def test_few_numbers_on_noise_show_nothing_of_the_prompt() -> None:
     scorer = _Breaks(Section(), "cpu")
     scorer.wish, scorer.reads_prompts = "few", True
-    assert len(check_scorer(scorer)) == 17
+    assert len(check_scorer(scorer)) == 18
 
 
 def test_the_contract_runs_from_the_command_line(tmp_path: Path) -> None:

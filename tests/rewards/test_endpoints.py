@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from pydantic import ValidationError
 
+from g2rpo_ray.common.prompt_text import PromptText
 from g2rpo_ray.rewards.registry import make_scorer, parse_options
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers import endpoint as endpoint_module
@@ -72,6 +73,17 @@ def test_http_sends_pictures_and_prompts_and_returns_scores(server: FakeEndpoint
     for text, picture in zip(request["pictures"], PICTURES, strict=True):
         image = Image.open(io.BytesIO(base64.b64decode(text)))
         assert (np.array(image) == picture.numpy()).all()
+
+
+def test_http_sends_metadata_where_it_is_asked_to(server: FakeEndpoint) -> None:
+    prompts = [PromptText("a fox", {"tag": "one"}), "two dogs", PromptText("x", {"n": [1, {}]})]
+    for sends in (True, False):
+        server.answers = [Answer(SCORES)]
+        http_scorer(server.url, sends_metadata=sends).score(PICTURES, prompts)
+    first, second = server.requests
+    assert first["metadata"] == [{"tag": "one"}, {}, {"n": [1, {}]}]
+    assert "metadata" not in second
+    assert first["prompts"] == second["prompts"] == ["a fox", "two dogs", "x"]
 
 
 def test_http_null_is_no_answer_and_not_zero(server: FakeEndpoint) -> None:

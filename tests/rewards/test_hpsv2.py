@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from g2rpo_ray.common.prompt_text import PromptText
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers import hpsv2
@@ -141,6 +142,27 @@ def test_a_python_without_the_package_is_an_error_that_names_it(files: dict[str,
     options = {"checkpoint": str(files["checkpoint"]), "python": sys.executable}
     with pytest.raises(ScorerError, match="No module named 'hpsv2'"):
         make_scorer("hpsv2", options, "cpu")
+
+
+def test_the_child_needs_no_class_of_this_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "strange_child.py"
+    child.write_text(
+        "import sys\n"
+        "from multiprocessing.connection import Connection\n"
+        "sys.modules['g2rpo_ray'] = None\n"
+        "pipe = Connection(int(sys.argv[2]))\n"
+        "pipe.send_bytes(b'{\"ready\": true}')\n"
+        "pipe.recv()\n"
+        "pipe.send_bytes(b'{\"scores\": [1.0]}')\n"
+    )
+    monkeypatch.setattr(hpsv2, "CHILD", child)
+    (tmp_path / "weights.pt").touch()
+    options = {"python": sys.executable, "checkpoint": str(tmp_path / "weights.pt")}
+    prompt = PromptText("a fox", {"tag": "one"})
+    scores = make_scorer("hpsv2", options, "cpu").score(torch.zeros(1, 2, 2, 3), [prompt])
+    assert scores.tolist() == [1.0]
 
 
 def test_a_child_that_does_not_read_is_given_up(

@@ -10,6 +10,7 @@ import ray
 import torch
 from torch import Tensor
 
+from g2rpo_ray.common.prompt_text import PromptText
 from g2rpo_ray.rewards.client import FIRST_PAUSE_S, InvalidRewardError, RewardClient
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
@@ -76,6 +77,12 @@ def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def test_scores_come_back_in_the_order_of_pictures(servers: Servers) -> None:
     assert torch.allclose(servers.score("good"), BRIGHTNESS)
+
+
+def test_metadata_go_with_the_prompt(servers: Servers) -> None:
+    for level in (3.0, 4.0):
+        scores = servers.score(PromptText("metadata", {"levels": [level]}))
+        assert scores.tolist() == [level] * len(PICTURES)
 
 
 def test_a_batch_is_cut_inside_a_request(servers: Servers) -> None:

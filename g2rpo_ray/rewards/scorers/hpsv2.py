@@ -73,7 +73,8 @@ class Hpsv2Scorer(RewardScorer):
             self._start()
         data = pictures.contiguous().numpy().tobytes()
         with self._limited():
-            self._pipe.send((data, list(pictures.shape), list(prompts)))
+            # Plain texts: metadata are of a class that the other environment lacks.
+            self._pipe.send((data, list(pictures.shape), [*map(str, prompts)]))
             scores = self._answer()["scores"]
         return torch.tensor(scores, dtype=torch.float32)
 

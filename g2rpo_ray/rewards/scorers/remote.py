@@ -8,6 +8,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
+from g2rpo_ray.common.prompt_text import metadata_of
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.endpoint import Endpoint, EndpointOptions, png_base64
 
@@ -23,6 +24,9 @@ class HttpScorer(RewardScorer):
 
         reads_prompts: bool = True
         """Whether its scores depend on the prompt; false for one that judges pictures alone."""
+        sends_metadata: bool = False
+        """Whether the request has ``metadata``, too: for each prompt an object with what the prompt
+        file says beside the text."""
         minimum: float | None = None
         """Smallest number that is an answer; none: any."""
         maximum: float | None = None
@@ -41,16 +45,17 @@ class HttpScorer(RewardScorer):
         self._endpoint = Endpoint(options, options.url)
         self._minimum = -math.inf if options.minimum is None else options.minimum
         self._maximum = math.inf if options.maximum is None else options.maximum
-        self.reads_prompts = options.reads_prompts
+        self.reads_prompts, self._sends_metadata = options.reads_prompts, options.sends_metadata
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-        answer = self._endpoint.post(
-            {
-                "protocol": PROTOCOL,
-                "prompts": list(prompts),
-                "pictures": [png_base64(picture) for picture in pictures],
-            }
-        )
+        request = {
+            "protocol": PROTOCOL,
+            "prompts": list(prompts),
+            "pictures": [png_base64(picture) for picture in pictures],
+        }
+        if self._sends_metadata:
+            request["metadata"] = [dict(metadata_of(prompt)) for prompt in prompts]
+        answer = self._endpoint.post(request)
         return torch.tensor(self._scores_of(answer, len(pictures)), dtype=torch.float32)
 
     def _scores_of(self, answer: Any, expected: int) -> list[float]:
