@@ -12,6 +12,7 @@ from g2rpo_ray.rewards.scorers.hps import HpsScorer
 from g2rpo_ray.rewards.scorers.hpsv2 import Hpsv2Scorer
 from g2rpo_ray.rewards.scorers.image_reward import ImageRewardScorer
 from g2rpo_ray.rewards.scorers.judge import JudgeScorer, UnifiedRewardScorer
+from g2rpo_ray.rewards.scorers.ocr import OcrScorer
 from g2rpo_ray.rewards.scorers.oracle import OracleScorer
 from g2rpo_ray.rewards.scorers.pickscore import PickscoreScorer
 from g2rpo_ray.rewards.scorers.remote import HttpScorer
@@ -26,6 +27,7 @@ SCORERS: dict[str, type[RewardScorer]] = {
         AestheticScorer,
         DiversityScorer,
         ImageRewardScorer,
+        OcrScorer,
         UnifiedRewardScorer,
         JudgeScorer,
         HttpScorer,
