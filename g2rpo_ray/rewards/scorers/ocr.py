@@ -55,8 +55,8 @@ class OcrScorer(RewardScorer):
         # Whatever a file that is no ONNX model makes the library raise.
         except Exception as error:
             raise ScorerError(
-                f"{recogniser}: cannot be loaded as PP-OCR recognition model: "
-                f"{type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
+                f"{recogniser}: cannot be loaded as a PP-OCR recognition model: "
+                f"{type(error).__name__}: {error}"
             ) from error
         self._known = set("".join(map(comparable, characters)))
 
