@@ -6,6 +6,7 @@ from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.aesthetic import AestheticScorer
 from g2rpo_ray.rewards.scorers.clip import ClipScorer
+from g2rpo_ray.rewards.scorers.composition import CompositionScorer
 from g2rpo_ray.rewards.scorers.custom import PythonScorer
 from g2rpo_ray.rewards.scorers.diversity import DiversityScorer
 from g2rpo_ray.rewards.scorers.hps import HpsScorer
@@ -28,6 +29,7 @@ SCORERS: dict[str, type[RewardScorer]] = {
         DiversityScorer,
         ImageRewardScorer,
         OcrScorer,
+        CompositionScorer,
         UnifiedRewardScorer,
         JudgeScorer,
         HttpScorer,
