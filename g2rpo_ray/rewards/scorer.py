@@ -11,7 +11,6 @@ from torch import Tensor
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.section import Section
 
-
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ COUNTING = "counting"
 
 
 class CompositionScorer(RewardScorer):
-    """0 to 1: the mean of the prompt's checks; or, ``strict``, whether all hold. A prompt's metadata
-    are an object of GenEval's jsonl: ``include``, ``exclude``, ``tag``."""
+    """0 to 1: the mean of the prompt's checks; or, ``strict``, whether all hold. What to look for is
+    in a prompt's metadata, as in GenEval's jsonl: ``include``, ``exclude``, ``tag``."""
 
     class Options(ClipOptions):
         detector: str

@@ -1,7 +1,7 @@
 """GenEval's checks (arXiv 2310.11513): what a prompt asks for, against what was found.
 
-Include clauses must all hold. Colour and position are looked at in the most confident objects alone,
-as many as the clause wants.
+Include clauses must all hold. Colour and position are looked at in the most confident objects
+alone, as many as the clause wants.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +45,8 @@ class _Include(_Clause):
 class Composition(Section):
     """What GenEval's jsonl asks of a prompt's picture."""
 
-    include: list[_Include] = []
-    exclude: list[_Clause] = []
+    include: list[_Include] = Field(default_factory=list)
+    exclude: list[_Clause] = Field(default_factory=list)
     """A class of which there shall be fewer than ``count``."""
 
     @model_validator(mode="after")

@@ -22,8 +22,8 @@ DETECTOR, RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"
 
 
 class OcrScorer(RewardScorer):
-    """0 to 1: 1 where every wanted text stands in the picture, see ``similarity``. On the CPU, in as
-    many threads as torch has: ``rewards.<name>.threads``."""
+    """0 to 1: 1 where every wanted text stands in the picture, see ``similarity``. On the CPU, in
+    as many threads as torch has: ``rewards.<name>.threads``."""
 
     class Options(Section):
         field: str | None = None

@@ -1,4 +1,4 @@
-"""Models of transformers in local folders, refused where a file is missing, damaged or another's."""
+"""Models of transformers in local folders, refused where a file is missing or damaged."""
 
 from functools import partial
 from pathlib import Path
