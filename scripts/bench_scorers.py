@@ -1,7 +1,7 @@
 """Pictures a second of a scorer on this machine.
 
     python scripts/bench_scorers.py ocr --side 512 --threads 2      # drawn signs, on the CPU
-    python scripts/bench_scorers.py composition --side 720          # one card, random true-size models
+    python scripts/bench_scorers.py composition           # one card, random true-size models
 
 A passage before the measured ones warms up. Beside the wall clock stands the processor time of a
 picture, which others on the machine change less.
@@ -99,7 +99,7 @@ def signs(count: int, side: int) -> tuple[Tensor, list[str]]:
 
 
 def true_size(folder: Path, device: str) -> dict[str, Any]:
-    """Options of a composition scorer of owlv2-base-patch16-ensemble's and GenEval's CLIP's sizes."""
+    """Options of a scorer with owlv2-base-patch16-ensemble's and GenEval's CLIP's sizes."""
     torch.manual_seed(0)
     with torch.device(device):
         # As published, but for the vocabulary, which the tiny world's tokenizer has.

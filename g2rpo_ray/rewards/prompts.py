@@ -14,8 +14,8 @@ def check_prompts(
 
     Args:
         setting: what names their file.
-        stop: ``advantage.on_invalid`` is ``stop``: a required reward must be able to judge all. Else
-            one of them is enough.
+        stop: ``advantage.on_invalid`` is ``stop``: a required reward must be able to judge all.
+            Else one of them is enough.
 
     Raises:
         ScorerError: says how many prompts of which reward, and of one what it lacks.
@@ -30,7 +30,8 @@ def check_prompts(
                 errors.append(error)
         if errors and (len(errors) == len(prompts) or (stop and reward.required)):
             raise ScorerError(
-                f"rewards.{name} cannot judge {len(errors)} of {len(prompts)} prompts of {setting}, "
-                f"such as {errors[0]}. Take them out or complete them; with advantage.on_invalid: "
-                f"drop_group, or rewards.{name}.required: false, the others are enough"
+                f"rewards.{name} cannot judge {len(errors)} of {len(prompts)} prompts of "
+                f"{setting}, such as {errors[0]}. Take them out or complete them; with "
+                f"advantage.on_invalid: drop_group, or rewards.{name}.required: false, the others "
+                "are enough"
             )

@@ -129,17 +129,13 @@ def batch() -> tuple[Tensor, list[str]]:
 
 
 def test_a_score_is_the_same_alone_in_a_batch_and_with_any_number_of_threads(
-    ocr: RewardScorer, batch: tuple[Tensor, list[str]]
+    ocr: RewardScorer, batch: tuple[Tensor, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures, prompts = batch
-    threads = torch.get_num_threads()
     together = []
-    try:
-        for number in (1, 2, 5):
-            torch.set_num_threads(number)
-            together.append(ocr.score(pictures, prompts))
-    finally:
-        torch.set_num_threads(threads)
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(ocr, "_threads", threads)
+        together.append(ocr.score(pictures, prompts))
     alone = [ocr.score(pictures[i : i + 1], [prompts[i]]) for i in range(len(pictures))]
     assert all(torch.equal(scores, torch.cat(alone)) for scores in together)
     assert together[0].tolist() == [1, 1, 1, 0, 1, 1]

@@ -1,4 +1,4 @@
-"""Whether a picture holds the objects that its prompt asks for: their number, colours, positions."""
+"""Whether a picture holds the objects that its prompt asks for, in number, colour and place."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, floor
@@ -29,8 +29,8 @@ COUNTING = "counting"
 
 
 class CompositionScorer(RewardScorer):
-    """0 to 1: the mean of the prompt's checks; or, ``strict``, whether all hold. What to look for is
-    in a prompt's metadata, as in GenEval's jsonl: ``include``, ``exclude``, ``tag``."""
+    """0 to 1: the mean of the prompt's checks; or, ``strict``, whether all hold. What to look for
+    is in a prompt's metadata, as in GenEval's jsonl: ``include``, ``exclude``, ``tag``."""
 
     class Options(ClipOptions):
         detector: str

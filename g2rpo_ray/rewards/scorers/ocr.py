@@ -50,6 +50,8 @@ class OcrScorer(RewardScorer):
     def __init__(self, options: Options, device: str) -> None:  # noqa: ARG002
         detector, recogniser = _model_files(options)
         self._field, self._side = options.field, options.side
+        # Now: torch's number belongs to the thread that sets it.
+        self._threads = torch.get_num_threads()
         try:
             self._engine, characters = _load(detector, recogniser, options.side)
         # Whatever a file that is no ONNX model makes the library raise.
@@ -63,7 +65,7 @@ class OcrScorer(RewardScorer):
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         wanted = wanted_of(prompts, self._wanted)
         asked = [place for place, texts in enumerate(wanted) if texts is not None]
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        with ThreadPoolExecutor(self._threads) as pool:
             read = pool.map(self._read, [pictures[place].numpy() for place in asked])
         scores = torch.full((len(pictures),), torch.nan)
         for place, lines in zip(asked, read, strict=True):
