@@ -53,7 +53,9 @@ def test_a_scorer_answers_whatever_a_run_may_ask(
     options: dict[str, Any], metadata: dict[str, Any], strict: bool
 ) -> None:
     scorer = make_scorer("composition", options | {"strict": strict}, "cpu")
-    assert len(check_scorer(scorer, PromptText("a photo", metadata))) == 18
+    passed = check_scorer(scorer, PromptText("a photo", metadata))
+    assert passed[3] == "judged by metadata: a text without them has no score"
+    assert len(passed) == 19
 
 
 def test_boxes_are_those_that_transformers_finds(

@@ -144,7 +144,7 @@ def test_a_score_is_the_same_alone_in_a_batch_and_with_any_number_of_threads(
 def test_a_scorer_answers_whatever_a_run_may_ask() -> None:
     pytest.importorskip("rapidocr")
     scorer = make_scorer("ocr", {"field": "text"}, "cpu")
-    assert len(check_scorer(scorer, PromptText("a sign", {"text": "OPEN"}))) == 18
+    assert len(check_scorer(scorer, PromptText("a sign", {"text": "OPEN"}))) == 19
 
 
 def test_a_prompt_without_text_has_no_score_and_the_others_have(

@@ -37,7 +37,7 @@ def test_some_prompts_that_a_reward_cannot_judge(
     check_prompts({"it": reward}, [good, bad], "prompts.train", stop=False)
     lenient = reward.model_copy(update={"required": False})
     check_prompts({"it": lenient}, [good, bad], "prompts.train", stop=True)
-    with pytest.raises(ScorerError, match="cannot judge 1 of 1 prompts of prompts.heldout"):
+    with pytest.raises(ScorerError, match=r"cannot judge 1 of 1 prompts of prompts\.heldout"):
         check_prompts({"it": lenient}, [bad], "prompts.heldout", stop=False)
 
 

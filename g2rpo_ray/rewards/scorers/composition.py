@@ -49,7 +49,6 @@ class CompositionScorer(RewardScorer):
         """Intersection over union above which two boxes of a class are one object."""
 
     kind = "composition"
-    reads_prompts = False  # their metadata alone
 
     @classmethod
     def check_files(cls, options: Section) -> None:
