@@ -89,7 +89,7 @@ def test_sizes_of_text_and_picture(ocr: RewardScorer, side: int, height: int) ->
 
 @pytest.mark.parametrize(
     ("turned", "least", "most"),
-    [(-30, 1, 1), (-10, 1, 1), (10, 1, 1), (30, 1, 1), (90, 0.9, 1), (180, 0, 0.5)],
+    [(-30, 1, 1), (-10, 1, 1), (10, 1, 1), (30, 1, 1), (90, 0.9, 1), (180, 0.5, 1)],
 )
 def test_turned_text(ocr: RewardScorer, turned: float, least: float, most: float) -> None:
     found = score(ocr, drawn("Fresh Bread", turned=turned), "Fresh Bread")
@@ -163,7 +163,7 @@ def test_a_prompt_without_text_has_no_score_and_the_others_have(
 def test_letters_that_the_model_lacks_are_named_and_other_signs_left_out(ocr: RewardScorer) -> None:
     with pytest.raises(ScorerError, match=r"has no 'веипрт'; .*recogniser"):
         score(ocr, drawn("x"), "Привет")
-    assert score(ocr, drawn("Fresh Bread"), "Fresh Bread 👩‍👩‍👧") == 1
+    assert score(ocr, drawn("Fresh Bread"), "Fresh Bread 🪿") == 1
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,18 @@
 """Prompts that a reward cannot judge are named before a run."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from g2rpo_ray.common.prompt_text import PromptText
 from g2rpo_ray.config import load_config
+from g2rpo_ray.evaluation.evaluate import evaluate
 from g2rpo_ray.models.catalogue import reward_problems, targets_of
 from g2rpo_ray.rewards.prompts import check_prompts
 from g2rpo_ray.rewards.scorer import ScorerError, wanted_of
 from g2rpo_ray.rewards.section import RewardSection
+from g2rpo_ray.training.session import open_session
 from tests.tiny import QUICKSTART
 
 OCR = RewardSection(kind="ocr")
@@ -83,3 +86,17 @@ def test_download_knows_the_detector_and_the_clip_of_its_colours() -> None:
     )
     repos = [target.source.repo for target in targets_of(config) if target.source]
     assert repos == ["google/owlv2-base-patch16-ensemble", "timm/vit_large_patch14_clip_224.openai"]
+
+
+def test_a_run_and_an_evaluation_look_at_their_prompts(tmp_path: Path) -> None:
+    options = "{detector: no/such/folder, clip: ViT-L-14}"
+    overrides = [f"run_dir={tmp_path / 'run'}", "rewards.it.kind=composition",
+                 f"rewards.it.options={options}"]  # fmt: skip
+    heldout = r"rewards\.it cannot judge \d+ of \d+ prompts of prompts\.heldout"
+    for weight, cause in ((0, heldout), (1, heldout.replace("heldout", "train"))):
+        config = load_config(QUICKSTART, [*overrides, f"rewards.it.weight={weight}"])
+        with pytest.raises(ScorerError, match=cause), open_session(config, "none"):
+            pass
+        assert not (tmp_path / "run").exists()
+    with pytest.raises(ScorerError, match=heldout):
+        evaluate(config, checkpoints=["base"], steps=[2], folder=tmp_path / "evaluation")

@@ -120,7 +120,7 @@ def _load(detector: Path, recogniser: Path, side: int) -> tuple[Any, list[str]]:
     engine = RapidOCR(
         params={
             "Global.log_level": "error",
-            # As Flow-GRPO: text that stands on its head is not written well.
+            # As Flow-GRPO: no model of its own turns what stands on its head.
             "Global.use_cls": False,
             # By their paths: without these a file that is missing would be downloaded.
             "Det.model_path": str(detector),
