@@ -166,6 +166,15 @@ def test_letters_that_the_model_lacks_are_named_and_other_signs_left_out(ocr: Re
     assert score(ocr, drawn("Fresh Bread"), "Fresh Bread 🪿") == 1
 
 
+@pytest.mark.parametrize("size", [(1, 5000), (5000, 1), (3, 400)])
+def test_a_strip_that_cannot_be_read_is_named(ocr: RewardScorer, size: tuple[int, int]) -> None:
+    with pytest.raises(
+        ScorerError, match=r"\d+x\d+ pixels cannot be read: one side is more than 60"
+    ):
+        ocr.score(torch.zeros(1, *size, 3, dtype=torch.uint8), ['"A"'])
+    assert ocr.score(torch.zeros(1, 50, 3000, 3, dtype=torch.uint8), ['"A"']).item() == 0
+
+
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rapidocr")
     check_files("ocr", {})

@@ -19,6 +19,8 @@ from g2rpo_ray.rewards.scorers.written_text import comparable, similarity, wante
 
 DETECTOR, RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"
 """What rapidocr's wheel holds."""
+THINNEST = 60
+"""Sides' ratio, above which rapidocr's own resizing would leave nothing."""
 
 
 class OcrScorer(RewardScorer):
@@ -87,6 +89,11 @@ class OcrScorer(RewardScorer):
     def _read(self, picture: np.ndarray) -> list[str]:
         """Lines of uint8 ``[H, W, 3]`` in reading order, ``comparable``."""
         height, width = picture.shape[:2]
+        if max(height, width) > THINNEST * min(height, width):
+            raise ScorerError(
+                f"a picture of {width}x{height} pixels cannot be read: one side is more than "
+                f"{THINNEST} times the other"
+            )
         scale = self._side / max(height, width)
         if scale > 1:
             size = max(1, round(width * scale)), max(1, round(height * scale))
