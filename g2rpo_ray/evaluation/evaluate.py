@@ -28,6 +28,7 @@ from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.prompts.dataset import evenly, read_config_prompts
 from g2rpo_ray.prompts.kept import KEPT
+from g2rpo_ray.rewards.prompts import check_prompts
 from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.roles import launch_rollout
@@ -60,10 +61,10 @@ def evaluate(
     check_rewards(config)
     config = _with_diversity(at_deployment_size(config))
     check_folder(folder)
-    prompts = evenly(
-        list(enumerate(read_config_prompts(config, config.prompts.heldout))),
-        config.evaluation.prompts,
-    )
+    heldout = read_config_prompts(config, config.prompts.heldout)
+    stop = config.advantage.on_invalid == "stop"
+    check_prompts(config.rewards, heldout, "prompts.heldout", stop)
+    prompts = evenly(list(enumerate(heldout)), config.evaluation.prompts)
     pins, before = folder / PINS, set((folder / PINS).glob("*"))
     try:
         rows = make_rows(parse_weights(config, checkpoints, pins), steps, hybrids)

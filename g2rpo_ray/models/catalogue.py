@@ -12,7 +12,7 @@ from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import FAMILIES
 from g2rpo_ray.rewards.registry import SCORERS, check_files
-from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rewards.scorer import MissingPackageError, ScorerError
 from g2rpo_ray.rewards.scorers.endpoint import EndpointOptions
 
 
@@ -125,6 +125,10 @@ def reward_problems(config: Config) -> Iterator[str]:
             continue
         try:
             check_files(reward.kind, reward.options)
+        except MissingPackageError as error:
+            # Replicas of an environment of their own may have it.
+            if not reward.runtime_env.keys() - {"env_vars"}:
+                yield f"rewards.{name}: {error}"
         except ScorerError as error:
             yield f"rewards.{name}: {error}"
 

@@ -82,6 +82,8 @@ def _reads_prompts(scorer: RewardScorer, pictures: Tensor, known: dict[str, Any]
     )
     if not torch.equal(one, other):
         return ["unlike prompts are told apart"]
+    if known and not _answers(scorer, pictures[:1], UNLIKE[0]):
+        return ["judged by metadata: a text without them has no score"]
     if bool((one == one[0]).all()):
         # A judge or a program, of few numbers: noise shows nothing of either prompt.
         return []
@@ -90,6 +92,13 @@ def _reads_prompts(scorer: RewardScorer, pictures: Tensor, known: dict[str, Any]
         "(is the tokenizer's vocabulary there?). A scorer of pictures alone says reads_prompts = "
         "False"
     )
+
+
+def _answers(scorer: RewardScorer, pictures: Tensor, prompt: str) -> bool:
+    try:
+        return bool(scorer.score(pictures, [prompt]).isfinite().all())
+    except ScorerError:
+        return False
 
 
 def _noise(count: int, height: int, width: int) -> Tensor:

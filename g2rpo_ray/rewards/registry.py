@@ -6,12 +6,14 @@ from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rewards.scorers.aesthetic import AestheticScorer
 from g2rpo_ray.rewards.scorers.clip import ClipScorer
+from g2rpo_ray.rewards.scorers.composition import CompositionScorer
 from g2rpo_ray.rewards.scorers.custom import PythonScorer
 from g2rpo_ray.rewards.scorers.diversity import DiversityScorer
 from g2rpo_ray.rewards.scorers.hps import HpsScorer
 from g2rpo_ray.rewards.scorers.hpsv2 import Hpsv2Scorer
 from g2rpo_ray.rewards.scorers.image_reward import ImageRewardScorer
 from g2rpo_ray.rewards.scorers.judge import JudgeScorer, UnifiedRewardScorer
+from g2rpo_ray.rewards.scorers.ocr import OcrScorer
 from g2rpo_ray.rewards.scorers.oracle import OracleScorer
 from g2rpo_ray.rewards.scorers.pickscore import PickscoreScorer
 from g2rpo_ray.rewards.scorers.remote import HttpScorer
@@ -26,6 +28,8 @@ SCORERS: dict[str, type[RewardScorer]] = {
         AestheticScorer,
         DiversityScorer,
         ImageRewardScorer,
+        OcrScorer,
+        CompositionScorer,
         UnifiedRewardScorer,
         JudgeScorer,
         HttpScorer,

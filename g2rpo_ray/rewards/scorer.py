@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.section import Section
@@ -12,9 +13,16 @@ from g2rpo_ray.common.section import Section
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
 
 class ScorerError(InputError):
     """A scorer cannot be set up or gave an unusable answer; the message names scorer and cause."""
+
+
+class MissingPackageError(ScorerError):
+    """An optional dependency is not installed here; another machine's environment may have it."""
 
 
 class RewardScorer(ABC):
@@ -41,6 +49,15 @@ class RewardScorer(ABC):
         """
         return
 
+    @classmethod
+    def check_prompt(cls, options: Section, prompt: str) -> None:  # noqa: ARG003  (many take any)
+        """Look at a prompt without the model: before a run, and before pictures are scored.
+
+        Raises:
+            ScorerError: it lacks what this scorer judges by, such as metadata.
+        """
+        return
+
     @abstractmethod
     def __init__(self, options: Section, device: str) -> None:
         """Load the model; ``options`` is an instance of the class's own ``Options``."""
@@ -57,6 +74,30 @@ class RewardScorer(ABC):
         Returns:
             float32 ``[B]`` on the CPU. NaN says "no answer"; an exception fails the request.
         """
+
+
+def wanted_of(prompts: Sequence[str], read: Callable[[str], T]) -> list[T | None]:
+    """What a scorer judges by, for each prompt; None, told in the log, for one that lacks it.
+
+    Args:
+        read: raises ScorerError for such a prompt; called once for each text and its metadata.
+
+    Raises:
+        ScorerError: all lack it; the first one's.
+    """
+    seen: dict[int, T | ScorerError] = {}
+    for prompt in prompts:
+        if id(prompt) not in seen:
+            try:
+                seen[id(prompt)] = read(prompt)
+            except ScorerError as error:
+                logger.warning("no score: %s", error)
+                seen[id(prompt)] = error
+    found = [seen[id(prompt)] for prompt in prompts]
+    errors = [it for it in found if isinstance(it, ScorerError)]
+    if errors and len(errors) == len(prompts):
+        raise errors[0]
+    return [None if isinstance(it, ScorerError) else it for it in found]
 
 
 def check_request(pictures: Tensor, prompts: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from g2rpo_ray.plan.networks import policy_size
 from g2rpo_ray.prompts.dataset import check_apart, evenly, open_embeddings, read_config_prompts
 from g2rpo_ray.prompts.embeddings import embedding_bytes
 from g2rpo_ray.prompts.kept import KEPT
+from g2rpo_ray.rewards.prompts import check_prompts
 from g2rpo_ray.run.folder import Run, begin_life, changed_settings, open_run
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.tracking.memory import PeakMemory
@@ -101,6 +102,9 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
     train = read_config_prompts(config, config.prompts.train)
     heldout = read_config_prompts(config, config.prompts.heldout)
     check_apart(train, heldout)
+    stop = config.advantage.on_invalid == "stop"
+    check_prompts(config.trained_rewards, train, "prompts.train", stop)
+    check_prompts(config.rewards, heldout, "prompts.heldout", stop)
     to_keep = _embeddings_to_keep(config, len(heldout))
     size = _trained_parameters(config) * state_bytes(config)
     if not is_shipped(resolve_path(config.model.path)):

@@ -5,9 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CLIPConfig, CLIPModel
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    CLIPTokenizer,
+    Owlv2Config,
+    Owlv2ForObjectDetection,
+    Owlv2ImageProcessor,
+)
 
 from build_tiny_scorers import write_pickscore
+from g2rpo_ray.common.paths import resolve_path
 
 
 def pickscore_options(folder: Path) -> dict[str, Any]:
@@ -36,3 +44,28 @@ def aesthetic_options(folder: Path, widths: tuple[int, ...] = (64, 16, 1)) -> di
         state[f"layers.{2 * place}.bias"] = torch.randn(given)
     torch.save(state, folder / "head.pth")
     return {"head": str(folder / "head.pth"), "architecture": "local-dir:tiny_world:clip"}
+
+
+def composition_options(folder: Path) -> dict[str, Any]:
+    """A transformers OWLv2 model with tokenizer and preprocessing, and the tiny world's CLIP."""
+    torch.manual_seed(2)
+    tower = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+    config = Owlv2Config(
+        text_config=tower
+        | {
+            "hidden_size": 48, "vocab_size": 567, "max_position_embeddings": 16,
+            "bos_token_id": 565, "eos_token_id": 566, "pad_token_id": 0,
+        },
+        vision_config=tower | {"hidden_size": 64, "image_size": 48, "patch_size": 8},
+        projection_dim=48,
+    )  # fmt: skip
+    model = Owlv2ForObjectDetection(config)
+    # As initialised all boxes and all classes are nearly the same.
+    for head in (model.class_head, model.box_head):
+        for layer in head.children():
+            if isinstance(layer, torch.nn.Linear):
+                torch.nn.init.normal_(layer.weight, std=0.2)
+    model.save_pretrained(folder)
+    CLIPTokenizer.from_pretrained(resolve_path("tiny_world:clip")).save_pretrained(folder)
+    Owlv2ImageProcessor(size={"height": 48, "width": 48}).save_pretrained(folder)
+    return {"detector": str(folder), "clip": "local-dir:tiny_world:clip"}

@@ -37,8 +37,13 @@ class ClipFeatures:
     @torch.inference_mode()
     def image(self, pictures: Tensor) -> Tensor:
         """uint8 ``[B, H, W, 3]`` on the CPU -> float32 ``[B, D]`` on the device."""
-        images = self._preprocess(to_device(pictures, self._device)).to(self._dtype)
-        return normalize(self._encode_image(images).float(), dim=-1)
+        return self._encoded(self._preprocess(to_device(pictures, self._device)))
+
+    @torch.inference_mode()
+    def crops(self, crops: Sequence[Tensor]) -> Tensor:
+        """B of uint8 ``[H, W, 3]``, each of its own size, as ``image``."""
+        images = [self._preprocess(to_device(crop[None], self._device)) for crop in crops]
+        return self._encoded(torch.cat(images))
 
     @torch.inference_mode()
     def text(self, prompts: Sequence[str]) -> Tensor:
@@ -49,6 +54,9 @@ class ClipFeatures:
     def similarity(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         """Cosine of each picture and its text: float32 ``[B]`` on the CPU."""
         return (self.image(pictures) * self.text(prompts)).sum(dim=-1).cpu()
+
+    def _encoded(self, images: Tensor) -> Tensor:
+        return normalize(self._encode_image(images.to(self._dtype)).float(), dim=-1)
 
     def _normalised_text(self, prompt: str) -> Tensor:
         return normalize(self._encode_text(prompt).float(), dim=-1)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import Section
-from g2rpo_ray.common.tokenizers import load_tokenizer
-from g2rpo_ray.common.weight_files import chosen_files, find_weights, refuse_quantiser
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers.clip import ClipOptions
 
@@ -19,9 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
-
-PICKLED = "pytorch_model.bin"
-NEEDED = ("config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
 class PickscoreScorer(RewardScorer):
@@ -36,17 +30,20 @@ class PickscoreScorer(RewardScorer):
 
     @classmethod
     def check_files(cls, options: Section) -> None:
+        from g2rpo_ray.rewards.scorers.pretrained import read_tokenizer
+
         assert isinstance(options, cls.Options)
-        _load_tokenizer(resolve_path(options.path))
+        read_tokenizer(resolve_path(options.path), "CLIPModel")
 
     def __init__(self, options: Options, device: str) -> None:
         import torch
 
         from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures
+        from g2rpo_ray.rewards.scorers.pretrained import load_pretrained, read_tokenizer
 
         folder = resolve_path(options.path)
-        tokenizer = _load_tokenizer(folder)
-        model = _load_model(folder).to(device, DTYPES[options.dtype]).eval()
+        tokenizer = read_tokenizer(folder, "CLIPModel")
+        model = load_pretrained(folder, "CLIPModel").to(device, DTYPES[options.dtype])
         length = model.config.text_config.max_position_embeddings
 
         def encode_text(prompt: str) -> Tensor:
@@ -68,51 +65,6 @@ class PickscoreScorer(RewardScorer):
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         return self._features.similarity(pictures, prompts)
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer, CLIPConfig
-
-    missing = [name for name in NEEDED if not (folder / name).is_file()]
-    if missing:
-        raise ScorerError(f"{folder}: no {', '.join(missing)} in it (or no such folder)")
-    config = read_json_object(folder / "config.json", ScorerError)
-    if config.get("model_type") != "clip":
-        raise ScorerError(f"{folder}/config.json: model_type is not 'clip', as a CLIPModel's is")
-    try:
-        rows = CLIPConfig.from_dict(config).text_config.vocab_size
-    except Exception as error:  # whatever a setting of another kind makes transformers raise
-        raise ScorerError(f"{folder}/config.json: no CLIPModel's: {error}") from error
-    read = partial(AutoTokenizer.from_pretrained, folder, local_files_only=True)
-    return load_tokenizer(read, folder, rows, ScorerError)
-
-
-def _load_model(folder: Path) -> Any:
-    import torch
-    from transformers import CLIPModel
-
-    from g2rpo_ray.rewards.scorers.checkpoint_file import (
-        load_state_dict,
-        refuse_misfits,
-        refuse_quantised,
-    )
-
-    refuse_quantiser(folder / "config.json", ScorerError)
-    if (folder / PICKLED).is_file() and not chosen_files(folder, "model", None):
-        refuse_quantised(folder / PICKLED, load_state_dict(folder / PICKLED, "meta"))
-    else:
-        find_weights(folder, "model", None, ScorerError)
-    try:
-        model, info = CLIPModel.from_pretrained(
-            folder, local_files_only=True, output_loading_info=True, dtype=torch.float32
-        )
-    # Whatever a configuration or file that transformers did not expect makes it raise.
-    except Exception as error:
-        raise ScorerError(
-            f"{folder}: cannot be loaded as a CLIPModel: {type(error).__name__}: {error}"
-        ) from error
-    refuse_misfits(folder, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
-    return model
 
 
 def read_preprocess(file: Path) -> ClipPreprocess:
