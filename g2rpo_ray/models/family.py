@@ -267,11 +267,3 @@ class Family(ABC):
 
     def fuse(self, transformer: Any) -> None:  # noqa: B027  (many families have none)
         """Put kernels of our own, without gradients, into a transformer on a card."""
-
-    def width(self, transformer: Any) -> int:
-        """Channels of the hidden states."""
-        return transformer.config.num_attention_heads * transformer.config.attention_head_dim
-
-    def tokens(self, latents: LatentShape, length: int) -> int:
-        """Tokens of picture and text that the blocks see."""
-        return latents.packed[0] + length

@@ -1,4 +1,4 @@
-"""Sizes and floating-point operations of a run's networks, counted on PyTorch's meta device.
+"""Sizes, operations and memory of a run's networks, counted on PyTorch's meta device.
 
 The networks are built by the classes that the run uses, without weights and without memory, and
 their own forward pass is counted. So there is no formula that could get out of step with them.
@@ -6,39 +6,21 @@ their own forward pass is counted. So there is no formula that could get out of 
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import FAMILIES, check_guidance, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.latents import LatentShape
-from g2rpo_ray.models.loading import on_meta
+from g2rpo_ray.models.loading import DTYPES, on_meta
 from g2rpo_ray.models.lora import add_lora, choose_trained
 from g2rpo_ray.models.policy import Policy
-
-TERA = 1e12
-
-
-@dataclass(frozen=True)
-class Operations:
-    """Floating-point operations of one sample; a multiply-add counts as two."""
-
-    matrix: float
-    """Products with weights, convolutions included."""
-    attention: float
-    """The two products inside attention, which grow with the square of the tokens."""
-
-    @property
-    def tflop(self) -> float:
-        return (self.matrix + self.attention) / TERA
-
+from g2rpo_ray.plan.counting import Operations, count_bytes, count_operations
 
 @dataclass(frozen=True)
 class PolicySize:
@@ -51,21 +33,18 @@ class PolicySize:
     trained_parameters: int
     frozen_parameters: int
     """Held and not trained: the base of a LoRA run, or what ``trained_modules`` leaves out."""
+    buffer_bytes: int
+    """Of the transformer's tables, such as places."""
     vae_parameters: int
-    width: int
-    """Channels of the transformer's hidden states."""
-    blocks: int
-    """Blocks of the transformer."""
-    tokens: int
-    """Image and text tokens of one sample."""
     passes: int
     """Of the network, in one evaluation."""
     learner_passes: int
     """Of the network, for one latent in the learner: fewer with ``learner.unguided``."""
-    pixels: int
     evaluation: Operations
     """All passes, adapters included."""
     decode: Operations
+    learner_bytes: float
+    """Most that a forward and backward pass over one latent holds, beyond weights and gradients."""
 
     @property
     def learner_tflop(self) -> float:
@@ -129,7 +108,8 @@ _COUNTED: dict[tuple[type[Family], str, str, str], PolicySize] = {}
 
 def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
     sampling, text_tokens = config.sampling, config.prompts.max_sequence_length
-    transformer, vae = on_meta(family, "transformer"), on_meta(family, "vae")
+    dtype = DTYPES[config.model.dtype]
+    transformer, vae = on_meta(family, "transformer"), on_meta(family, "vae").to(dtype)
     parameters = count_parameters(transformer)
     if config.model.lora is None:
         choose_trained(transformer, config.model.trained_modules)
@@ -137,6 +117,7 @@ def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
         with torch.device("meta"):
             add_lora(transformer, config.model.lora, family, seed=0)
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
+    transformer.to(dtype)
     latents = latents_of(config, family)
     policy = Policy(family, transformer, latents, sampling.guidance)
     return PolicySize(
@@ -144,15 +125,13 @@ def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
         parameters=parameters,
         trained_parameters=trained,
         frozen_parameters=count_parameters(transformer) - trained,
+        buffer_bytes=sum(b.nbytes for b in transformer.buffers()),
         vae_parameters=count_parameters(vae),
-        width=family.width(transformer),
-        blocks=len(policy.blocks()),
-        tokens=family.tokens(latents, text_tokens),
         passes=family.passes(sampling.guidance),
         learner_passes=1 if config.learner.unguided else family.passes(sampling.guidance),
-        pixels=sampling.height * sampling.width,
-        evaluation=evaluation_operations(policy, text_tokens),
+        evaluation=evaluation_operations(policy, text_tokens, dtype),
         decode=decode_operations(family, vae, latents),
+        learner_bytes=_learner_bytes(policy, config, dtype),
     )
 
 
@@ -183,28 +162,46 @@ def scorer_size(architecture: str) -> ScorerSize:
     )
 
 
-def evaluation_operations(policy: Policy, text_tokens: int) -> Operations:
+def evaluation_operations(
+    policy: Policy, text_tokens: int, dtype: torch.dtype = torch.float32
+) -> Operations:
     """Of one velocity prediction. Modulation is applied once a sample, not once a token."""
-    embeds = policy.blank(text_tokens, torch.float32, "meta")
+    return count_operations(lambda: _velocity(policy, text_tokens, dtype))
+
+
+def _velocity(policy: Policy, text_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    embeds = policy.blank(text_tokens, dtype, "meta")
     latents = torch.empty(1, *policy.shape.packed, device="meta")
-    sigma = torch.empty(1, device="meta")
-    return count_operations(lambda: policy(latents, sigma, embeds))
+    velocity: torch.Tensor = policy(latents, torch.empty(1, device="meta"), embeds)
+    return velocity
+
+
+def _learner_bytes(policy: Policy, config: Config, dtype: torch.dtype) -> int:
+    """As ``load_policy`` makes the learner's policy of it."""
+    if config.model.gradient_checkpointing:
+        policy.transformer.train().enable_gradient_checkpointing()
+    if config.learner.unguided:
+        policy.guidance = policy.family.unguided
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_forget)
+
+    def run() -> None:
+        velocity = _velocity(policy, config.prompts.max_sequence_length, dtype)
+        torch.autograd.backward(velocity.square().mean())
+
+    return count_bytes(run)
+
+
+def _forget(parameter: torch.Tensor) -> None:
+    """Gradients are counted by themselves."""
+    parameter.grad = None
 
 
 def decode_operations(family: Family, vae: Any, latents: LatentShape) -> Operations:
     """Of one decoded picture."""
     x = torch.empty(1, *latents.packed, device="meta")
     return count_operations(lambda: family.decode(vae, x, latents))
-
-
-def count_operations(run: Callable[[], object]) -> Operations:
-    """Of whatever ``run`` computes on the meta device."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        run()
-    total = counter.get_total_flops()
-    # On the meta device attention is two batched products; a Linear layer never is one.
-    attention = counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
-    return Operations(matrix=total - attention, attention=attention)
 
 
 def count_parameters(network: torch.nn.Module) -> int:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from g2rpo_ray.cli import main
 from g2rpo_ray.config import load_config
 from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, load_costs
-from g2rpo_ray.plan.networks import TERA
+from g2rpo_ray.plan.counting import TERA
 from g2rpo_ray.plan.plan import Plan, make_plan
 from g2rpo_ray.plan.prediction import CPU, Predictor
 from g2rpo_ray.rollout.worker import RolloutWorker

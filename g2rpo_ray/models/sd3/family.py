@@ -111,9 +111,6 @@ class Sd3(Family):
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")
 
-    def tokens(self, latents: LatentShape, length: int) -> int:
-        return latents.packed[0] // 4 + CLIP_TOKENS + length
-
     @property
     def _channels(self) -> int:
         return self.configs["vae"].get("latent_channels", 4)

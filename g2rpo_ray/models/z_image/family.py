@@ -107,12 +107,6 @@ class ZImage(Family):
     def is_modulation(self, name: str) -> bool:
         return name.startswith("adaLN_modulation")
 
-    def width(self, transformer: Any) -> int:
-        return transformer.config.dim
-
-    def tokens(self, latents: LatentShape, length: int) -> int:
-        return sum(-(-n // 32) * 32 for n in (latents.packed[0] // 4, length))
-
     @property
     def _vae_channels(self) -> int:
         return self.configs["vae"].get("latent_channels", 4)
