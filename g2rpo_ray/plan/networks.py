@@ -22,6 +22,7 @@ from g2rpo_ray.models.lora import add_lora, choose_trained
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.plan.counting import Operations, count_bytes, count_operations
 
+
 @dataclass(frozen=True)
 class PolicySize:
     """A transformer with its VAE, at one picture size and text length."""
