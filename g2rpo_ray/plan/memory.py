@@ -88,9 +88,10 @@ def learner_memory(
     if stage >= 2 and config.model.lora is None:
         gradients = 0 if settings.offload_optimizer else gradients / ranks
     on_card = 0 if settings.offload_optimizer else trained / ranks
-    # DeepSpeed makes it whole, however few are trained: for every pass, or where gradients are
-    # reduced once for that alone.
-    bucket = float(REDUCE_BUCKET * width)
+    # Made whole, however few are trained (a CPU keeps what is written): for every pass, or for that
+    # alone where gradients are reduced once.
+    bucket = float(min(trained, REDUCE_BUCKET) if costs.memory_gib is None else REDUCE_BUCKET)
+    bucket *= width
     once = stage < 3 and (stage == 1 or config.model.lora is not None)
     # One after the other: the largest counts.
     working = max(size.learner_bytes * rows, bucket * once, on_card * STEP_BYTES)
@@ -100,7 +101,7 @@ def learner_memory(
         "gradients": gradients / GIB,
         "fp32 master, moments": on_card * state_bytes(config) / GIB,
         "bucket": bucket * (not once) / GIB,
-        "activations, bucket or AdamW step" if once else "activations or AdamW step": working / GIB,
+        "activations or AdamW step": working / GIB,
     }
     if stage == 3 and (ranks > 1 or settings.offload_parameters):
         parts["gathered weights"] = min(LIVE_PARAMETERS, held) * width / GIB

@@ -2,9 +2,9 @@
 
 ComfyUI: comfy/lora.py (model_lora_keys_unet, load_lora) names every weight of its own network
 ``diffusion_model.<name>`` or ``lora_unet_<name with _>``; comfy/utils.py (flux_to_diffusers,
-mmdit_to_diffusers, z_image_to_diffusers) says which rows of which of them a weight of diffusers is;
-its Qwen-Image has diffusers' names. kohya-ss/sd-scripts: networks/convert_flux_lora.py has the names
-of FLUX.1, networks/lora_sd3.py makes those of SD3; both want an alpha and scale by alpha / rank.
+mmdit_to_diffusers, z_image_to_diffusers) says which rows of which of them a weight of diffusers
+has; its Qwen-Image has diffusers' names. kohya-ss/sd-scripts: networks/convert_flux_lora.py has
+FLUX.1's names, networks/lora_sd3.py makes those of SD3; both want alpha, and scale by alpha / rank.
 """
 
 import json
@@ -185,6 +185,6 @@ def test_a_family_that_a_format_cannot_hold_is_named(name: str, tmp_path: Path) 
 
 def test_a_layer_that_a_format_cannot_hold_is_named(tmp_path: Path) -> None:
     _, tensors, _ = trained("flux1_dev", "model.lora.target_modules=[x_embedder, attn.to_q]")
-    with pytest.raises(ModelFolderError, match="1 of .* no place there, first x_embedder"):
+    with pytest.raises(ModelFolderError, match=r"1 of .* no place there, first x_embedder"):
         exported("flux1_dev", "comfyui", tensors, tmp_path)
     assert not list(tmp_path.iterdir())

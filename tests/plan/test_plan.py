@@ -122,6 +122,9 @@ def test_work_of_a_prompt_by_hand() -> None:
     # 16 anchor evaluations alone, 1488 others in batches of 8; 8 requests of 24 pictures.
     assert work.evaluation_passes == 16 + 186
     assert (work.requests, work.learner_batches, work.learner_rows) == (8, 8, 1)
+    several = ["learner.update=per_iteration", "learner.steps_per_pass=3"]
+    work = paper_plan(*several).predictor.work
+    assert (work.learner_batches, work.learner_rows) == (3, 3)
     # 15 stochastic steps of 12 members, of which 9 are trained: batches of 4.
     dance = make_plan(
         load_config(PAPER, ["algorithm=dance_grpo", "sampling.sde=dance", "rollout.batch_size=4"]),
