@@ -66,7 +66,7 @@ class _Living(TorchDispatchMode):
         for tensor in _tensors(found):
             storage = tensor.untyped_storage()
             # Views share a storage, and in-place operations give back the one they were given.
-            if (key := storage._cdata) not in self._held | given:
+            if (key := storage._cdata) not in given and key not in self._held:
                 self._held.add(key)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._free, key, storage.nbytes())

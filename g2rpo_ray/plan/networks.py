@@ -110,7 +110,7 @@ _COUNTED: dict[tuple[type[Family], str, str, str], PolicySize] = {}
 def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
     sampling, text_tokens = config.sampling, config.prompts.max_sequence_length
     dtype = DTYPES[config.model.dtype]
-    transformer, vae = on_meta(family, "transformer"), on_meta(family, "vae").to(dtype)
+    transformer, vae = on_meta(family, "transformer"), on_meta(family, "vae")
     parameters = count_parameters(transformer)
     if config.model.lora is None:
         choose_trained(transformer, config.model.trained_modules)
@@ -118,7 +118,9 @@ def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
         with torch.device("meta"):
             add_lora(transformer, config.model.lora, family, seed=0)
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    transformer.to(dtype)
+    for network in (transformer, vae):
+        # Their own ``to`` warns of what is the loader's to do.
+        torch.nn.Module.to(network, dtype)
     latents = latents_of(config, family)
     policy = Policy(family, transformer, latents, sampling.guidance)
     return PolicySize(

@@ -18,7 +18,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from g2rpo_ray.config import LoraSection
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.adapters import load_adapter
 from g2rpo_ray.models.families import open_family
@@ -97,11 +96,8 @@ def trained(name: str, *overrides: str) -> tuple[Policy, dict[str, Tensor], dict
     with torch.no_grad():
         for key, weight in trainable_parameters(policy).items():
             weight.copy_(noise.normal(tuple(weight.shape), key))
-    assert isinstance(config.model.lora, LoraSection)
-    tensors = adapter_tensors(
-        {k.removeprefix("transformer."): w for k, w in trainable_parameters(policy).items()},
-        config.model.lora,
-    )
+        assert config.model.lora is not None
+        tensors = adapter_tensors(trainable_parameters(policy), config.model.lora)
     return policy, tensors, deltas(policy.transformer)
 
 

@@ -195,7 +195,6 @@ def test_pass_cost_is_a_line_through_two_batches() -> None:
         (["--card", "T-800"], "no measured costs for card 'T-800'; known are H100, H200, cpu-core"),
         (["--costs", "/no/costs.json"], "--costs /no/costs.json: cannot be read"),
         (["sampling.stepps=3"], "sampling.stepps: unknown key"),
-        (["model.gradient_checkpointing=false"], "no 'learner_full' for NVIDIA H100"),
     ],
 )
 def test_bad_input_is_exit_code_2(

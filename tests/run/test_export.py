@@ -362,17 +362,11 @@ def test_all_weights_have_nothing_to_merge(runs: dict[str, Config], tmp_path: Pa
 def test_an_adapter_in_other_names_draws_the_same_picture(
     runs: dict[str, Config], tmp_path: Path, layout: Layout
 ) -> None:
-    """Diffusers' own converters read it, too: nothing of ours is in that pipeline."""
     config, folder = runs["lora"], tmp_path / "adapter"
     assert export(config, folder, layout=layout).form == "adapter"
     ours = draw(config, "last", tmp_path / "ours")
     assert_same_picture(draw(config, str(folder), tmp_path / "exported"), ours)
-    card = (folder / "README.md").read_text()
-    assert ("strength 1 is what was trained" in card) == (layout != "peft")
-    if layout != "peft":
-        pipeline = base_pipeline()
-        pipeline.load_lora_weights(folder, weight_name=ADAPTER_FILE)
-        assert_same_picture(draw_plainly(pipeline, config), ours)
+    assert "strength 1 is what was trained" in (folder / "README.md").read_text()
 
 
 def test_an_adapter_for_other_modules_is_named(runs: dict[str, Config], tmp_path: Path) -> None:
