@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.plan.costs import CardCosts, PassName
-from g2rpo_ray.plan.networks import PolicySize, ScorerSize
+from g2rpo_ray.plan.networks import PolicySize, ScorerSize, learner_bytes
 from g2rpo_ray.rewards.section import RewardSection
 
 GIB = 2**30
@@ -94,7 +94,7 @@ def learner_memory(
     bucket *= width
     once = stage < 3 and (stage == 1 or config.model.lora is not None)
     # One after the other: the largest counts.
-    working = max(size.learner_bytes * rows, bucket * once, on_card * STEP_BYTES)
+    working = max(learner_bytes(config) * rows, bucket * once, on_card * STEP_BYTES)
     weights = 0.0 if settings.offload_parameters else held * width
     parts = {
         "weights": weights / (ranks if stage == 3 else 1) / GIB + size.buffer_bytes / GIB,

@@ -6,9 +6,10 @@ their own forward pass is counted. So there is no formula that could get out of 
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,9 @@ from g2rpo_ray.models.loading import DTYPES, on_meta
 from g2rpo_ray.models.lora import add_lora, choose_trained
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.plan.counting import Operations, count_bytes, count_operations
+
+
+Counted = TypeVar("Counted")
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,6 @@ class PolicySize:
     evaluation: Operations
     """All passes, adapters included."""
     decode: Operations
-    learner_bytes: float
-    """Most that a forward and backward pass over one latent holds, beyond weights and gradients."""
 
     @property
     def learner_tflop(self) -> float:
@@ -74,20 +76,34 @@ def policy_size(config: Config) -> PolicySize:
             pictures of such a size or takes no such guidance, or ``trained_modules`` or
             ``lora.target_modules`` names nothing in it.
     """
+    return _once(_count_policy, config)
+
+
+def learner_bytes(config: Config) -> int:
+    """Most that a forward and backward pass over one latent holds, beyond weights and gradients.
+
+    Raises:
+        ModelFolderError: as of ``policy_size``.
+    """
+    return _once(_count_learner, config)
+
+
+def _once(count: Callable[[Family, str, Config], Counted], config: Config) -> Counted:
+    """Counting the largest models takes seconds: equal questions are answered once."""
     family, source = planned_family(config.model.path)
     latents_of(config, family)
     check_guidance(config, family)
-    # Counting the largest models takes seconds: equal questions are answered once.
     asked = config.model_dump_json(include={"model", "sampling", "prompts", "learner"})
-    key = type(family), source, json.dumps(family.configs), asked
+    key = count, type(family), source, json.dumps(family.configs), asked
     try:
         if key not in _COUNTED:
-            _COUNTED[key] = _count_policy(family, source, config)
-        return _COUNTED[key]
+            _COUNTED[key] = count(family, source, config)
+        found: Counted = _COUNTED[key]
     except (TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
         raise ModelFolderError(
             f"{source}: not the configuration of a model of {family.pipeline}: {error}"
         ) from error
+    return found
 
 
 def planned_family(path: str) -> tuple[Family, str]:
@@ -104,38 +120,61 @@ def planned_family(path: str) -> tuple[Family, str]:
     return family, f"{name}'s published architecture ({path} is not there yet)"
 
 
-_COUNTED: dict[tuple[type[Family], str, str, str], PolicySize] = {}
+_COUNTED: dict[tuple[Any, ...], Any] = {}
 
 
-def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
-    sampling, text_tokens = config.sampling, config.prompts.max_sequence_length
-    dtype = DTYPES[config.model.dtype]
-    transformer, vae = on_meta(family, "transformer"), on_meta(family, "vae")
-    parameters = count_parameters(transformer)
+def _meta_policy(family: Family, config: Config, guidance: float) -> Policy:
+    """The run's, adapters included, on the meta device in its dtype."""
+    transformer = on_meta(family, "transformer")
     if config.model.lora is None:
         choose_trained(transformer, config.model.trained_modules)
     else:
         with torch.device("meta"):
             add_lora(transformer, config.model.lora, family, seed=0)
-    trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    for network in (transformer, vae):
-        # Their own ``to`` warns of what is the loader's to do.
-        torch.nn.Module.to(network, dtype)
-    latents = latents_of(config, family)
-    policy = Policy(family, transformer, latents, sampling.guidance)
+    # Its own ``to`` warns of what is the loader's to do.
+    torch.nn.Module.to(transformer, DTYPES[config.model.dtype])
+    return Policy(family, transformer, latents_of(config, family), guidance)
+
+
+def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
+    guidance, dtype = config.sampling.guidance, DTYPES[config.model.dtype]
+    policy, vae = _meta_policy(family, config, guidance), on_meta(family, "vae")
+    torch.nn.Module.to(vae, dtype)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    adapters = trained if config.model.lora else 0
     return PolicySize(
         source=source,
-        parameters=parameters,
+        parameters=count_parameters(policy) - adapters,
         trained_parameters=trained,
-        frozen_parameters=count_parameters(transformer) - trained,
-        buffer_bytes=sum(b.nbytes for b in transformer.buffers()),
+        frozen_parameters=count_parameters(policy) - trained,
+        buffer_bytes=sum(b.nbytes for b in policy.buffers()),
         vae_parameters=count_parameters(vae),
-        passes=family.passes(sampling.guidance),
-        learner_passes=1 if config.learner.unguided else family.passes(sampling.guidance),
-        evaluation=evaluation_operations(policy, text_tokens, dtype),
-        decode=decode_operations(family, vae, latents),
-        learner_bytes=_learner_bytes(policy, config, dtype),
+        passes=family.passes(guidance),
+        learner_passes=1 if config.learner.unguided else family.passes(guidance),
+        evaluation=evaluation_operations(policy, config.prompts.max_sequence_length, dtype),
+        decode=decode_operations(family, vae, policy.shape),
     )
+
+
+def _count_learner(family: Family, _: str, config: Config) -> int:
+    guidance = family.unguided if config.learner.unguided else config.sampling.guidance
+    policy = _meta_policy(family, config, guidance)
+    if config.model.gradient_checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_forget)
+
+    def run() -> None:
+        length, dtype = config.prompts.max_sequence_length, DTYPES[config.model.dtype]
+        torch.autograd.backward(_velocity(policy, length, dtype).square().mean())
+
+    return count_bytes(run)
+
+
+def _forget(parameter: torch.Tensor) -> None:
+    """Gradients are counted by themselves."""
+    parameter.grad = None
 
 
 @lru_cache
@@ -177,28 +216,6 @@ def _velocity(policy: Policy, text_tokens: int, dtype: torch.dtype) -> torch.Ten
     latents = torch.empty(1, *policy.shape.packed, device="meta")
     velocity: torch.Tensor = policy(latents, torch.empty(1, device="meta"), embeds)
     return velocity
-
-
-def _learner_bytes(policy: Policy, config: Config, dtype: torch.dtype) -> int:
-    """As ``load_policy`` makes the learner's policy of it."""
-    if config.model.gradient_checkpointing:
-        policy.transformer.train().enable_gradient_checkpointing()
-    if config.learner.unguided:
-        policy.guidance = policy.family.unguided
-    for parameter in policy.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_forget)
-
-    def run() -> None:
-        velocity = _velocity(policy, config.prompts.max_sequence_length, dtype)
-        torch.autograd.backward(velocity.square().mean())
-
-    return count_bytes(run)
-
-
-def _forget(parameter: torch.Tensor) -> None:
-    """Gradients are counted by themselves."""
-    parameter.grad = None
 
 
 def decode_operations(family: Family, vae: Any, latents: LatentShape) -> Operations:
