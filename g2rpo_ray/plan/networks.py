@@ -23,7 +23,6 @@ from g2rpo_ray.models.lora import add_lora, choose_trained
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.plan.counting import Operations, count_bytes, count_operations
 
-
 Counted = TypeVar("Counted")
 
 
