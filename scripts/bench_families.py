@@ -106,7 +106,8 @@ def measure(recipe: Path, options: argparse.Namespace) -> None:
         write_model(config)
         (true_size.write_tiny_scorers if options.tiny else true_size.write_scorers)(config)
         plan = as_json(make_plan(config, load_costs(), None, options.card))
-        plan["policy"]["evaluation_tflop"] = sum(plan["policy"]["evaluation"].values()) / 1e12
+        counted = plan["policy"]["evaluation"]
+        plan["policy"]["evaluation_tflop"] = (counted["matrix"] + counted["attention"]) / 1e12
         card = measuring.card_name(torch.device("cpu" if options.tiny else "cuda"))
         facts = {"recipe": name, "overrides": options.overrides, "card": card}
         facts["torch"], facts["model"] = torch.__version__, plan["policy"]["source"]

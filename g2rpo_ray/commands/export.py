@@ -1,19 +1,26 @@
-"""``g2rpo export``: a run's weights for diffusers."""
+"""``g2rpo export``: a run's weights for diffusers and other programs."""
 
 import argparse
 from pathlib import Path
 
 from g2rpo_ray.commands.options import add_run, read_run_config, size
 
-HELP = "write a run's weights in diffusers' formats"
+HELP = "write a run's weights for diffusers, ComfyUI and others"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Write a run's weights in diffusers' formats, always on the CPU."
+    parser.description = "Write a run's weights for other programs, always on the CPU."
     add_run(parser, "last|best|PATH", "its best, or one checkpoint's folder")
     parser.add_argument("--to", type=Path, required=True, help="new folder to write")
-    parser.add_argument(
+    layout = parser.add_mutually_exclusive_group()
+    layout.add_argument(
         "--merged", action="store_true", help="of a LoRA run: the transformer with it merged in"
+    )
+    layout.add_argument(
+        "--format",
+        choices=("diffusers", "comfyui", "kohya", "peft"),
+        default="diffusers",
+        help="whose names an adapter has (diffusers; kohya is his sd-scripts; vLLM-Omni: peft)",
     )
     parser.add_argument(
         "--rounding",
@@ -35,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
         config,
         options.to,
         options.checkpoint,
-        merge=options.merged,
+        layout="merged" if options.merged else options.format,
         average=options.average,
         rounding=options.rounding,
         max_shard_size=options.max_shard_size,

@@ -13,12 +13,14 @@ from torch import Tensor
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.weight_files import open_weights, read_header, read_tensors
 from g2rpo_ray.models.family import Family, ModelFolderError
+from g2rpo_ray.models.formats import PEFT_PREFIX as _PEFT
+from g2rpo_ray.models.formats import A as _A
+from g2rpo_ray.models.formats import B as _B
+from g2rpo_ray.models.formats import divided
 from g2rpo_ray.models.lora import ADAPTER
 from g2rpo_ray.models.saving import ADAPTER_FILE, WEIGHTS_NAME
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PEFT = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 _HALF = re.compile(
     r"(.+?)\.(?:(lora_A|lora_down|lora\.down|down)|(lora_B|lora_up|lora\.up|up))"
     rf"(?:\.{ADAPTER})?\.weight"
@@ -188,22 +190,26 @@ def _renamed(
 ) -> dict[str, Tensor]:
     """Both factors by the transformer's own names.
 
-    Names that only stand differently are matched; those of the model's authors, which join layers
-    that diffusers has apart, go through the converter of the family's pipeline.
+    Names that only stand differently are matched, those of the model's authors divided; what is not
+    in the family's table goes through the converter of its pipeline.
     """
     known = {name for name, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)}
     flat = {name.replace(".", "_"): name for name in known}
     own: dict[str, str] = {}
-    for module in pairs:
+    short: dict[str, tuple[Tensor, Tensor]] = {}
+    for module, factors in pairs.items():
         plain = _PREFIXES.sub("", module, count=1)
-        short = re.sub(r"^lora_(unet|transformer)_", "", plain).replace(".", "_")
-        own[module] = plain if plain in known else flat.get(short, "")
+        name = re.sub(r"^lora_(unet|transformer)_", "", plain).replace(".", "_")
+        own[module] = plain if plain in known else flat.get(name, "")
+        short[name] = factors
     if all(own.values()) and len(set(own.values())) == len(own):
         return {
             own[module] + half: factor
             for module, factors in pairs.items()
             for half, factor in zip((_A, _B), factors, strict=True)
         }
+    if len(short) == len(pairs) and (apart := divided(short, transformer, family)) is not None:
+        return apart
     # Dividing joined layers keeps the sum of squares of every B; dropping one does not.
     wanted, cause = _energy(up for _, up in pairs.values()), ""
     for form in _forms(pairs):

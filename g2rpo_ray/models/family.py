@@ -49,6 +49,11 @@ def read_published(family_file: str) -> dict[str, Published]:
     return {name: Published(**entry) for name, entry in json.loads(file.read_text()).items()}
 
 
+def of_qkv(layers: str) -> tuple[str, ...]:
+    """Names of three layers: ``*`` is q, k and v."""
+    return tuple(layers.replace("*", part) for part in "qkv")
+
+
 class Family(ABC):
     """One family, for one model folder. It holds no weights: networks are given to it."""
 
@@ -62,6 +67,11 @@ class Family(ABC):
     """Whether conditioning keeps each text's own length, so that compiled code meets many."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Endings of the names of modules that get an adapter, where the run names none."""
+    joined: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Layers of the network as its authors have it, which ComfyUI and kohya's tools keep: by name,
+    with {} for a block's number, the layers of diffusers that each joins, in order."""
+    in_sd_scripts: ClassVar[bool] = False
+    """Whether kohya's sd-scripts trains and merges adapters of the family."""
     multiple_of: ClassVar[int]
     """Pixels: a picture's height and width are multiples of it."""
     published: ClassVar[Mapping[str, Published]]
@@ -272,11 +282,3 @@ class Family(ABC):
 
     def fuse(self, transformer: Any) -> None:  # noqa: B027  (many families have none)
         """Put kernels of our own, without gradients, into a transformer on a card."""
-
-    def width(self, transformer: Any) -> int:
-        """Channels of the hidden states."""
-        return transformer.config.num_attention_heads * transformer.config.attention_head_dim
-
-    def tokens(self, latents: LatentShape, length: int) -> int:
-        """Tokens of picture and text that the blocks see."""
-        return latents.packed[0] + length

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from g2rpo_ray.common.weight_files import TensorPlace, find_weights, read_header, read_tensors
@@ -84,6 +85,16 @@ def save_adapter(tensors: Mapping[str, Tensor], family: Family, folder: Path) ->
     pipeline.save_lora_weights(folder, transformer_lora_layers=dict(tensors))
     read = pipeline.lora_state_dict(folder, weight_name=ADAPTER_FILE, local_files_only=True)
     _compare(folder, tensors, ((name.removeprefix(PREFIX), t) for name, t in read.items()))
+
+
+def save_named(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write an adapter by the names that it has.
+
+    Raises:
+        ModelFolderError: what was read back differs.
+    """
+    save_file(dict(tensors), file, {"format": "pt"})
+    _compare(file.parent, tensors, read_tensors(read_header(file, ModelFolderError)))
 
 
 def transformer_places(path: Path, variant: str | None) -> dict[str, TensorPlace]:

@@ -74,7 +74,7 @@ class Rate(Section):
 
 
 class Reference(Section):
-    """The policy that was measured; activations of another one are scaled from it."""
+    """The policy that was measured."""
 
     tokens: int = Field(ge=1)
     """Image and text tokens."""

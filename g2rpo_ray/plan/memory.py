@@ -1,7 +1,7 @@
 """Memory of each role in GiB at its peak: on its card, and a learner rank's on its host.
 
-Weights, gradients and optimizer state are counted; activations are scaled from measured ones. What
-PyTorch's allocator does not show (CUDA's context, fragments, NCCL) is ``RESERVE_GIB``.
+All is counted: what passes hold, on the meta device (``PolicySize``). What PyTorch's allocator does
+not show (CUDA's context, fragments, NCCL) is ``RESERVE_GIB``.
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.plan.costs import CardCosts, PassName
-from g2rpo_ray.plan.networks import PolicySize, ScorerSize
+from g2rpo_ray.plan.networks import PolicySize, ScorerSize, learner_bytes
 from g2rpo_ray.rewards.section import RewardSection
 
 GIB = 2**30
@@ -32,7 +32,7 @@ SUB_GROUP = 1_000_000_000
 """Parameters that ZeRO-3 updates at once (its ``sub_group_size``)."""
 
 REDUCE_BUCKET = 500_000_000
-"""Gradients that DeepSpeed gathers before it reduces them (its ``reduce_bucket_size``)."""
+"""Gradients that DeepSpeed has room for before it reduces them (its ``reduce_bucket_size``)."""
 
 LIVE_PARAMETERS = 1_000_000_000
 """Parameters that ZeRO-3 keeps gathered at most (its ``stage3_max_live_parameters``)."""
@@ -61,17 +61,14 @@ def learner_pass_name(lora: bool, checkpointing: bool) -> PassName:
 def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsGib:
     """A rollout worker: evaluations and decoding take turns, so the larger one counts."""
     width = BYTES[config.model.dtype]
-    evaluation = _activations_gib(costs, "evaluation", config.rollout.planned_batch_size)
-    decode = _activations_gib(costs, "decode", config.rollout.decode_batch_size)
-    reference = costs.reference
-    evaluation *= size.passes * size.tokens * size.width / (reference.tokens * reference.width)
-    decode *= size.pixels / reference.pixels
+    evaluation = size.evaluation.peak_bytes * config.rollout.planned_batch_size
+    decode = size.decode.peak_bytes * config.rollout.decode_batch_size
     return _with_reserve(
         costs,
         {
-            "transformer": size.held_parameters * width / GIB,
+            "transformer": (size.held_parameters * width + size.buffer_bytes) / GIB,
             "VAE": size.vae_parameters * width / GIB,
-            "activations": max(evaluation, decode),
+            "activations": max(evaluation, decode) / GIB,
         },
     )
 
@@ -91,20 +88,20 @@ def learner_memory(
     if stage >= 2 and config.model.lora is None:
         gradients = 0 if settings.offload_optimizer else gradients / ranks
     on_card = 0 if settings.offload_optimizer else trained / ranks
-    reference = costs.reference
-    measured = _measured_alike(costs, config.model.gradient_checkpointing)
-    activations = _activations_gib(costs, measured, rows)
-    activations *= size.learner_passes * size.tokens * size.width * size.blocks
-    activations /= reference.tokens * reference.width * reference.blocks
-    # Activations are gone when the optimizer steps: the larger of the two counts.
-    working = max(activations, on_card * STEP_BYTES / GIB)
+    # Made whole, however few are trained (a CPU keeps what is written): for every pass, or for that
+    # alone where gradients are reduced once.
+    bucket = float(min(trained, REDUCE_BUCKET) if costs.memory_gib is None else REDUCE_BUCKET)
+    bucket *= width
+    once = stage < 3 and (stage == 1 or config.model.lora is not None)
+    # One after the other: the largest counts.
+    working = max(learner_bytes(config) * rows, bucket * once, on_card * STEP_BYTES)
     weights = 0.0 if settings.offload_parameters else held * width
     parts = {
-        "weights": weights / (ranks if stage == 3 else 1) / GIB,
+        "weights": weights / (ranks if stage == 3 else 1) / GIB + size.buffer_bytes / GIB,
         "gradients": gradients / GIB,
         "fp32 master, moments": on_card * state_bytes(config) / GIB,
-        "buckets": min(REDUCE_BUCKET, trained) * width / GIB,
-        "activations or AdamW step": working,
+        "bucket": bucket * (not once) / GIB,
+        "activations or AdamW step": working / GIB,
     }
     if stage == 3 and (ranks > 1 or settings.offload_parameters):
         parts["gathered weights"] = min(LIVE_PARAMETERS, held) * width / GIB
@@ -141,13 +138,10 @@ def learner_host_memory(config: Config, size: PolicySize, ranks: int) -> PartsGi
 def scorer_memory(reward: RewardSection, size: ScorerSize, costs: CardCosts) -> PartsGib:
     """A replica of an open_clip reward, in its own dtype."""
     width = BYTES[reward.options.get("dtype", "float32")]
-    activations = _activations_gib(costs, scorer_pass_name(reward.kind), reward.batch_size)
-    point = costs.measured(scorer_pass_name(reward.kind))[-1]
-    activations *= size.image.tflop / (point.tflop / point.batch)
-    # They were measured in float32.
-    activations *= width / BYTES["float32"]
+    # Counted in float32.
+    activations = size.image.peak_bytes * reward.batch_size * width / BYTES["float32"]
     return _with_reserve(
-        costs, {"weights": size.parameters * width / GIB, "activations": activations}
+        costs, {"weights": size.parameters * width / GIB, "activations": activations / GIB}
     )
 
 
@@ -168,21 +162,3 @@ def _page_locked(blocks: Iterable[float]) -> float:
 
 def _with_reserve(costs: CardCosts, parts_gib: PartsGib) -> PartsGib:
     return parts_gib if costs.memory_gib is None else parts_gib | {"reserve": RESERVE_GIB}
-
-
-def _activations_gib(costs: CardCosts, name: PassName, batch: int) -> float:
-    """In proportion to the batch, from the largest one measured; 0 on a CPU.
-
-    Raises:
-        CostsError: not measured.
-    """
-    largest = max(costs.measured(name), key=lambda point: point.batch)
-    return (largest.activations_gib or 0.0) * batch / largest.batch
-
-
-def _measured_alike(costs: CardCosts, checkpointing: bool) -> PassName:
-    """A learner's pass that keeps the same activations; which weights are trained matters less."""
-    names = [learner_pass_name(lora, checkpointing) for lora in (False, True)]
-    # Nothing is known of the memory of a CPU, and any pass says so.
-    others = LEARNER_FORWARDS if costs.memory_gib is None else ()
-    return next((name for name in (*names, *others) if costs.passes.get(name)), names[0])

@@ -1,4 +1,4 @@
-"""Sizes and floating-point operations of a run's networks, counted on PyTorch's meta device.
+"""Sizes, operations and memory of a run's networks, counted on PyTorch's meta device.
 
 The networks are built by the classes that the run uses, without weights and without memory, and
 their own forward pass is counted. So there is no formula that could get out of step with them.
@@ -9,35 +9,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import FAMILIES, check_guidance, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.latents import LatentShape
-from g2rpo_ray.models.loading import on_meta
+from g2rpo_ray.models.loading import DTYPES, on_meta
 from g2rpo_ray.models.lora import add_lora, choose_trained
 from g2rpo_ray.models.policy import Policy
+from g2rpo_ray.plan.counting import Operations, count_bytes, count_operations
 
-TERA = 1e12
-
-
-@dataclass(frozen=True)
-class Operations:
-    """Floating-point operations of one sample; a multiply-add counts as two."""
-
-    matrix: float
-    """Products with weights, convolutions included."""
-    attention: float
-    """The two products inside attention, which grow with the square of the tokens."""
-
-    @property
-    def tflop(self) -> float:
-        return (self.matrix + self.attention) / TERA
+Counted = TypeVar("Counted")
 
 
 @dataclass(frozen=True)
@@ -51,18 +37,13 @@ class PolicySize:
     trained_parameters: int
     frozen_parameters: int
     """Held and not trained: the base of a LoRA run, or what ``trained_modules`` leaves out."""
+    buffer_bytes: int
+    """Of the transformer's tables, such as places."""
     vae_parameters: int
-    width: int
-    """Channels of the transformer's hidden states."""
-    blocks: int
-    """Blocks of the transformer."""
-    tokens: int
-    """Image and text tokens of one sample."""
     passes: int
     """Of the network, in one evaluation."""
     learner_passes: int
     """Of the network, for one latent in the learner: fewer with ``learner.unguided``."""
-    pixels: int
     evaluation: Operations
     """All passes, adapters included."""
     decode: Operations
@@ -94,20 +75,34 @@ def policy_size(config: Config) -> PolicySize:
             pictures of such a size or takes no such guidance, or ``trained_modules`` or
             ``lora.target_modules`` names nothing in it.
     """
+    return _once(_count_policy, config)
+
+
+def learner_bytes(config: Config) -> int:
+    """Most that a forward and backward pass over one latent holds, beyond weights and gradients.
+
+    Raises:
+        ModelFolderError: as of ``policy_size``.
+    """
+    return _once(_count_learner, config)
+
+
+def _once(count: Callable[[Family, str, Config], Counted], config: Config) -> Counted:
+    """Counting the largest models takes seconds: equal questions are answered once."""
     family, source = planned_family(config.model.path)
     latents_of(config, family)
     check_guidance(config, family)
-    # Counting the largest models takes seconds: equal questions are answered once.
     asked = config.model_dump_json(include={"model", "sampling", "prompts", "learner"})
-    key = type(family), source, json.dumps(family.configs), asked
+    key = count, type(family), source, json.dumps(family.configs), asked
     try:
         if key not in _COUNTED:
-            _COUNTED[key] = _count_policy(family, source, config)
-        return _COUNTED[key]
+            _COUNTED[key] = count(family, source, config)
+        found: Counted = _COUNTED[key]
     except (TypeError, ValueError, KeyError, ZeroDivisionError, RuntimeError) as error:
         raise ModelFolderError(
             f"{source}: not the configuration of a model of {family.pipeline}: {error}"
         ) from error
+    return found
 
 
 def evaluation_tflop(_role: object, config: Config) -> float:
@@ -129,36 +124,61 @@ def planned_family(path: str) -> tuple[Family, str]:
     return family, f"{name}'s published architecture ({path} is not there yet)"
 
 
-_COUNTED: dict[tuple[type[Family], str, str, str], PolicySize] = {}
+_COUNTED: dict[tuple[Any, ...], Any] = {}
 
 
-def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
-    sampling, text_tokens = config.sampling, config.prompts.max_sequence_length
-    transformer, vae = on_meta(family, "transformer"), on_meta(family, "vae")
-    parameters = count_parameters(transformer)
+def _meta_policy(family: Family, config: Config, guidance: float) -> Policy:
+    """The run's, adapters included, on the meta device in its dtype."""
+    transformer = on_meta(family, "transformer")
     if config.model.lora is None:
         choose_trained(transformer, config.model.trained_modules)
     else:
         with torch.device("meta"):
             add_lora(transformer, config.model.lora, family, seed=0)
-    trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    latents = latents_of(config, family)
-    policy = Policy(family, transformer, latents, sampling.guidance)
+    # Its own ``to`` warns of what is the loader's to do.
+    torch.nn.Module.to(transformer, DTYPES[config.model.dtype])
+    return Policy(family, transformer, latents_of(config, family), guidance)
+
+
+def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
+    guidance, dtype = config.sampling.guidance, DTYPES[config.model.dtype]
+    policy, vae = _meta_policy(family, config, guidance), on_meta(family, "vae")
+    torch.nn.Module.to(vae, dtype)
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    adapters = trained if config.model.lora else 0
     return PolicySize(
         source=source,
-        parameters=parameters,
+        parameters=count_parameters(policy) - adapters,
         trained_parameters=trained,
-        frozen_parameters=count_parameters(transformer) - trained,
+        frozen_parameters=count_parameters(policy) - trained,
+        buffer_bytes=sum(b.nbytes for b in policy.buffers()),
         vae_parameters=count_parameters(vae),
-        width=family.width(transformer),
-        blocks=len(policy.blocks()),
-        tokens=family.tokens(latents, text_tokens),
-        passes=family.passes(sampling.guidance),
-        learner_passes=1 if config.learner.unguided else family.passes(sampling.guidance),
-        pixels=sampling.height * sampling.width,
-        evaluation=evaluation_operations(policy, text_tokens),
-        decode=decode_operations(family, vae, latents),
+        passes=family.passes(guidance),
+        learner_passes=1 if config.learner.unguided else family.passes(guidance),
+        evaluation=evaluation_operations(policy, config.prompts.max_sequence_length, dtype),
+        decode=decode_operations(family, vae, policy.shape),
     )
+
+
+def _count_learner(family: Family, _: str, config: Config) -> int:
+    guidance = family.unguided if config.learner.unguided else config.sampling.guidance
+    policy = _meta_policy(family, config, guidance)
+    if config.model.gradient_checkpointing:
+        policy.transformer.enable_gradient_checkpointing()
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_forget)
+
+    def run() -> None:
+        length, dtype = config.prompts.max_sequence_length, DTYPES[config.model.dtype]
+        torch.autograd.backward(_velocity(policy, length, dtype).square().mean())
+
+    return count_bytes(run)
+
+
+def _forget(parameter: torch.Tensor) -> None:
+    """Gradients are counted by themselves."""
+    parameter.grad = None
 
 
 @lru_cache
@@ -188,28 +208,24 @@ def scorer_size(architecture: str) -> ScorerSize:
     )
 
 
-def evaluation_operations(policy: Policy, text_tokens: int) -> Operations:
+def evaluation_operations(
+    policy: Policy, text_tokens: int, dtype: torch.dtype = torch.float32
+) -> Operations:
     """Of one velocity prediction. Modulation is applied once a sample, not once a token."""
-    embeds = policy.blank(text_tokens, torch.float32, "meta")
+    return count_operations(lambda: _velocity(policy, text_tokens, dtype))
+
+
+def _velocity(policy: Policy, text_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    embeds = policy.blank(text_tokens, dtype, "meta")
     latents = torch.empty(1, *policy.shape.packed, device="meta")
-    sigma = torch.empty(1, device="meta")
-    return count_operations(lambda: policy(latents, sigma, embeds))
+    velocity: torch.Tensor = policy(latents, torch.empty(1, device="meta"), embeds)
+    return velocity
 
 
 def decode_operations(family: Family, vae: Any, latents: LatentShape) -> Operations:
     """Of one decoded picture."""
     x = torch.empty(1, *latents.packed, device="meta")
     return count_operations(lambda: family.decode(vae, x, latents))
-
-
-def count_operations(run: Callable[[], object]) -> Operations:
-    """Of whatever ``run`` computes on the meta device."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        run()
-    total = counter.get_total_flops()
-    # On the meta device attention is two batched products; a Linear layer never is one.
-    attention = counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
-    return Operations(matrix=total - attention, attention=attention)
 
 
 def count_parameters(network: torch.nn.Module) -> int:

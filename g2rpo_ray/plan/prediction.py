@@ -112,6 +112,9 @@ class Predictor:
         algorithm = make_algorithm(self.config)
         counts = algorithm.counts(0)
         batch, members = self.config.rollout.planned_batch_size, self.config.sampling.members
+        # Of several SDE steps in one pass, each has one batch.
+        together = min(self.config.learner.steps_per_pass, counts.groups)
+        steps = math.ceil(counts.groups / together)
         if isinstance(algorithm, MemberWalks):
             # All members walk in step; before the first stochastic step they may be one latent.
             batches = math.ceil(members / batch)
@@ -119,11 +122,11 @@ class Predictor:
             shared = algorithm.shared_initial_noise
             alike = visited.index(algorithm.sde_steps(0)[0]) if shared else 0
             passes = alike + batches * (len(visited) - 1 - alike)
-            return PromptWork(counts, passes, 1, counts.groups * batches, min(batch, members))
+            return PromptWork(counts, passes, 1, steps * batches, together * min(batch, members))
         # The anchor alone, then one queue of completions in full batches.
         anchor = self.config.sampling.steps
         passes = anchor + math.ceil((counts.evaluations - anchor) / batch)
-        return PromptWork(counts, passes, counts.groups, counts.groups, 1)
+        return PromptWork(counts, passes, counts.groups, steps, together)
 
     @property
     def updates(self) -> int:

@@ -1,5 +1,6 @@
-"""A run's weights in diffusers' formats, read back and compared, with a card."""
+"""A run's weights in the formats of diffusers and others, read back and compared, with a card."""
 
+import json
 import logging
 import shutil
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.secrets import publishable
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_weights
+from g2rpo_ray.models.adapters import PEFT_CONFIG, PEFT_FILE
 from g2rpo_ray.models.catalogue import CATALOGUE
 from g2rpo_ray.models.families import open_family
+from g2rpo_ray.models.formats import Format, check_format, named_for, peft_settings
 from g2rpo_ray.models.loading import DTYPES, check_model, load_part, on_meta
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.rounding import Arrived, Rounding, rounded
@@ -31,6 +34,7 @@ from g2rpo_ray.models.saving import (
     adapter_tensors,
     merge_adapters,
     save_adapter,
+    save_named,
     save_transformer,
 )
 from g2rpo_ray.models.weights import load_weights, trainable_parameters
@@ -41,6 +45,7 @@ from g2rpo_ray.run.weights import read_fitting_info, while_it_is_there
 logger = logging.getLogger(__name__)
 
 Form = Literal["adapter", "merged", "full"]
+Layout = Format | Literal["merged"]
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 
 
@@ -62,35 +67,38 @@ def export(
     folder: Path,
     checkpoint: str = "last",
     *,
-    merge: bool = False,
+    layout: Layout = "diffusers",
     average: bool = False,
     rounding: Rounding = "nearest",
     max_shard_size: str = "10GB",
 ) -> Exported:
     """Write ``folder``, which must not be there yet: whole or not at all; always on the CPU.
 
-    A LoRA run gives its adapter (``pytorch_lora_weights.safetensors``), or with ``merge`` the
-    whole transformer; full fine-tuning gives the transformer (``config.json``,
+    A LoRA run gives its adapter (``pytorch_lora_weights.safetensors``), or ``merged`` the whole
+    transformer; full fine-tuning gives the transformer (``config.json``,
     ``diffusion_pytorch_model*.safetensors``). A warning is logged where much of what was trained
     is lost in rounding.
 
     Args:
         checkpoint: ``last``, ``best``, or the folder of a checkpoint.
+        layout: whose names an adapter has, or ``merged`` into the transformer. All weights are in
+            diffusers' layout alone.
         average: the moving average of the weights (``learner.ema_decay``) instead of the last.
         rounding: to ``model.dtype``, as the run computed with them, or by chance (from the run's
             seed); ``none`` writes float32.
         max_shard_size: of a transformer's file.
 
     Raises:
-        ExportError: the base model was asked for, or the folder is there already or cannot be
-            written.
+        ExportError: the base model, or a transformer in another layout, was asked for, or the
+            folder is there already or cannot be written.
         CheckpointError: the checkpoint is damaged.
         RunFolderError: its weights are of another kind or base model than the configuration's.
-        ModelFolderError: what was read back differs from what was written.
+        ModelFolderError: the layout has no names for the family, or for an adapted layer; what was
+            read back differs from what was written.
         DiskError: the disk is full or read-only, or has no room for it.
     """
     check_model(config)
-    form = _form(config, checkpoint, merge)
+    form = _form(config, checkpoint, layout)
     target = folder.expanduser().absolute()
     if target.exists():
         raise ExportError(f"{target} is there already; name another folder")
@@ -103,8 +111,8 @@ def export(
     # At once, and of one moment: a running run deletes old checkpoints.
     source, (info, weights) = while_it_is_there(config, checkpoint, read)
     with _written_whole(target) as temporary:
-        if form == "adapter":
-            arrived = _write_adapter(config, weights, rounding, temporary)
+        if layout != "merged" and form == "adapter":
+            arrived = _write_adapter(config, weights, rounding, temporary, layout)
         else:
             transformer, arrived = _transformer(config, weights, rounding)
             save_transformer(transformer, temporary, max_shard_size)
@@ -112,15 +120,20 @@ def export(
         # Scores are of the run's own weights, as they were after an iteration.
         own = not average and source.resolve().is_relative_to(run_folder(config).resolve())
         own = own and not (form == "merged" and arrived.is_lost)
-        model_card(config, info, exported, own).save(temporary / "README.md")
+        model_card(config, info, exported, own, layout).save(temporary / "README.md")
     if arrived.is_lost:
         logger.warning("%s", _warning(exported))
     return exported
 
 
-def _form(config: Config, checkpoint: str, merge: bool) -> Form:
-    if merge and config.model.lora is None:
+def _form(config: Config, checkpoint: str, layout: Layout) -> Form:
+    if layout == "merged" and config.model.lora is None:
         raise ExportError("--merged is for LoRA runs; this run trains all weights")
+    if layout not in ("diffusers", "merged") and config.model.lora is None:
+        raise ExportError(
+            f"--format {layout} is for adapters, and this run trains all weights: leave it out for "
+            "the transformer in diffusers' format"
+        )
     if checkpoint == "base":
         raise ExportError(
             f"--checkpoint base: that is model.path itself ({config.model.path}); allowed: last, "
@@ -128,7 +141,10 @@ def _form(config: Config, checkpoint: str, merge: bool) -> Form:
         )
     if config.model.lora is None:
         return "full"
-    return "merged" if merge else "adapter"
+    if layout == "merged":
+        return "merged"
+    check_format(open_family(resolve_path(config.model.path)), layout)
+    return "adapter"
 
 
 @contextmanager
@@ -154,14 +170,21 @@ def _dtype(config: Config, rounding: Rounding) -> torch.dtype:
 
 
 def _write_adapter(
-    config: Config, weights: dict[str, Tensor], rounding: Rounding, folder: Path
+    config: Config, weights: dict[str, Tensor], rounding: Rounding, folder: Path, layout: Format
 ) -> Arrived:
     assert config.model.lora is not None
     arrived, tensors = Arrived(), adapter_tensors(weights, config.model.lora)
     for name, meant in tensors.items():
         tensors[name] = rounded(meant, _dtype(config, rounding), rounding, config.seed, name)
         arrived.add(torch.zeros_like(meant), meant, tensors[name])
-    save_adapter(tensors, open_family(resolve_path(config.model.path)), folder)
+    family = open_family(resolve_path(config.model.path))
+    if layout == "diffusers":
+        save_adapter(tensors, family, folder)
+        return arrived
+    named = named_for(layout, tensors, on_meta(family, "transformer"), family)
+    save_named(named, folder / (PEFT_FILE if layout == "peft" else ADAPTER_FILE))
+    if layout == "peft":
+        (folder / PEFT_CONFIG).write_text(json.dumps(peft_settings(named), indent=2) + "\n")
     return arrived
 
 
@@ -208,12 +231,17 @@ def _warning(exported: Exported) -> str:
 
 
 def model_card(
-    config: Config, info: CheckpointInfo, exported: Exported, own: bool = True
+    config: Config,
+    info: CheckpointInfo,
+    exported: Exported,
+    own: bool = True,
+    layout: Layout = "diffusers",
 ) -> ModelCard:
     """What it is, how to load it, how it was made, and what it scored; the hub reads its head.
 
     Args:
         own: whether the run's evaluation at that iteration is of these very weights.
+        layout: whose names an adapter has.
     """
     scores = heldout_before_after(run_folder(config), info.iteration) if own else {}
     rewards = [f"{n} (weight {r.weight:g})" for n, r in config.trained_rewards.items()]
@@ -234,7 +262,8 @@ def model_card(
         arrived=exported.arrived,
         modules=info.trained.partition("full, of ")[2],
         dtype=exported.dtype,
-        adapter_file=ADAPTER_FILE,
+        adapter_file=PEFT_FILE if layout == "peft" else ADAPTER_FILE,
+        layout=layout,
         version=__version__,
         rewards=", ".join(rewards),
         scores={} if all(s["after"] is None for s in scores.values()) else scores,

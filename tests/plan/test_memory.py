@@ -12,9 +12,10 @@ from g2rpo_ray.plan.memory import (
     rollout_memory,
     scorer_memory,
 )
-from g2rpo_ray.plan.networks import policy_size, scorer_size
+from g2rpo_ray.plan.networks import learner_bytes, policy_size, scorer_size
 from g2rpo_ray.plan.packing import pack
 from tests.plan.test_networks import PAPER
+from tests.tiny import QUICKSTART
 
 # 11,901,408,320 parameters: 22.168 GiB in bf16, and 12 B each for master weight and moments.
 BF16, STATE = 22.168, 133.009
@@ -42,7 +43,8 @@ def test_full_fine_tune_of_flux1_dev(
     assert parts["weights"] == pytest.approx(weights, rel=1e-3)
     assert parts["gradients"] == pytest.approx(gradients, rel=1e-3)
     assert parts["fp32 master, moments"] == pytest.approx(state, rel=1e-3)
-    assert parts["buckets"] == pytest.approx(0.931, rel=1e-3)  # 5e8 gradients in bf16
+    # 5e8 gradients in bf16; in stage 1 only while nothing else works, and AdamW takes more then.
+    assert parts["bucket"] == pytest.approx(0.931 if stage > 1 else 0, rel=1e-3)
     assert parts.get("gathered weights", 0) == pytest.approx(
         1.863 if stage == 3 and ranks > 1 else 0, rel=1e-3
     )
@@ -105,7 +107,7 @@ def test_optimizer_on_the_host(overrides: list[str], on_card: float, on_host: li
     parts = learner_memory(config, size, costs, ranks=4, rows=1)
     assert parts["gradients"] == pytest.approx(on_card, rel=1e-3)
     assert parts["fp32 master, moments"] == 0
-    assert parts["activations or AdamW step"] == pytest.approx(1.22, rel=0.01)  # activations
+    assert parts["activations or AdamW step"] == pytest.approx(1.307, rel=0.1)  # as measured
     *offloaded, copy_gib = learner_host_memory(config, size, ranks=4).values()
     assert offloaded == pytest.approx(on_host, rel=1e-3)
     assert copy_gib == pytest.approx(STATE / (3 if config.learner.ema_decay else 4), rel=1e-3)
@@ -136,23 +138,57 @@ def test_a_scorer_in_half_precision_holds_half() -> None:
     assert half["activations"] == whole["activations"] / 2
 
 
-def test_activations_scale_from_the_measured_ones() -> None:
-    costs = load_costs().of("H100")
-    measured = max(costs.measured("evaluation"), key=lambda point: point.batch)
-    assert measured.activations_gib is not None
-    size = policy_size(load_config(PAPER))
-    batches = [measured.batch, 8 * measured.batch]
-    activations = [
-        rollout_memory(
-            load_config(PAPER, [f"rollout.batch_size={batch}", "rollout.decode_batch_size=1"]),
-            size,
-            costs,
-        )["activations"]
-        for batch in batches
-    ]
-    assert activations == pytest.approx(
-        [measured.activations_gib, 8 * measured.activations_gib], rel=1e-3
-    )
+MEASURED = {
+    # One H200, 2026-11-29, scripts/bench_families.py: GiB allocated at the peak of worker and rank.
+    "flux2_klein_4b_g2rpo_hps_lora": (14.84, 9.69),
+    "sd3_5_medium_g2rpo_hps_lora": (6.52, 5.93),
+    "z_image_g2rpo_hps_lora": (17.04, 15.12),
+    "qwen_image_g2rpo_hps_lora": (42.95, 46.84),
+    # The same card, 2026-11-28, scripts/bench_scale.py --setup one_card: 720x720.
+    "flux_g2rpo_hps_lora": (25.4, 27.6),
+}
+
+
+@pytest.mark.parametrize("recipe", MEASURED)
+def test_memory_against_measured_recipes(recipe: str) -> None:
+    config = load_config(QUICKSTART.parent / f"{recipe}.yaml")
+    if recipe.startswith("flux_"):
+        config = load_config(
+            QUICKSTART.parent / f"{recipe}.yaml",
+            ["model.lora.rank=64", "rollout.batch_size=8", "rollout.decode_batch_size=4"],
+        )
+    size, costs = policy_size(config), load_costs().of("H200")
+    worker = sum(rollout_memory(config, size, costs).values())
+    rank = sum(learner_memory(config, size, costs, ranks=1, rows=1).values())
+    # The reserve is for what PyTorch's allocator does not show, and that is what was measured.
+    found = worker - RESERVE_GIB, rank - RESERVE_GIB
+    assert found == pytest.approx(MEASURED[recipe], rel=0.1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("overrides", "measured_gib"),
+    [
+        ([], 1.307),
+        (["model.lora={rank: 64}"], 1.242),
+        (["model.lora={rank: 64}", "model.gradient_checkpointing=false"], 14.684),
+    ],
+)
+def test_activations_of_an_eager_pass_against_measured_ones(
+    overrides: list[str], measured_gib: float
+) -> None:
+    """FLUX.1-dev's in costs.json, beyond weights and gradients."""
+    config = load_config(PAPER, overrides)
+    # Where all is kept, 11 % too much: a card's norms are one operation and keep less.
+    assert learner_bytes(config) / GIB == pytest.approx(measured_gib, rel=0.12)
+    if not overrides:
+        assert 8 * policy_size(config).evaluation.peak_bytes / GIB == pytest.approx(1.981, rel=0.05)
+
+
+def test_tables_of_places_are_counted() -> None:
+    """SD3.5-medium has places of 384 x 384 latents, 1536 wide."""
+    size = policy_size(load_config(QUICKSTART.parent / "sd3_5_medium_g2rpo_hps_lora.yaml"))
+    assert size.buffer_bytes == 384 * 384 * 1536 * 2
 
 
 def test_pack_puts_small_shares_beside_large_ones() -> None:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from g2rpo_ray.cli import main
 from g2rpo_ray.config import load_config
 from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, load_costs
-from g2rpo_ray.plan.networks import TERA
+from g2rpo_ray.plan.counting import TERA
 from g2rpo_ray.plan.plan import Plan, make_plan
 from g2rpo_ray.plan.prediction import CPU, Predictor
 from g2rpo_ray.rollout.worker import RolloutWorker
@@ -122,6 +122,9 @@ def test_work_of_a_prompt_by_hand() -> None:
     # 16 anchor evaluations alone, 1488 others in batches of 8; 8 requests of 24 pictures.
     assert work.evaluation_passes == 16 + 186
     assert (work.requests, work.learner_batches, work.learner_rows) == (8, 8, 1)
+    several = ["learner.update=per_iteration", "learner.steps_per_pass=3"]
+    work = paper_plan(*several).predictor.work
+    assert (work.learner_batches, work.learner_rows) == (3, 3)
     # 15 stochastic steps of 12 members, of which 9 are trained: batches of 4.
     dance = make_plan(
         load_config(PAPER, ["algorithm=dance_grpo", "sampling.sde=dance", "rollout.batch_size=4"]),
@@ -192,7 +195,6 @@ def test_pass_cost_is_a_line_through_two_batches() -> None:
         (["--card", "T-800"], "no measured costs for card 'T-800'; known are H100, H200, cpu-core"),
         (["--costs", "/no/costs.json"], "--costs /no/costs.json: cannot be read"),
         (["sampling.stepps=3"], "sampling.stepps: unknown key"),
-        (["model.gradient_checkpointing=false"], "no 'learner_full' for NVIDIA H100"),
     ],
 )
 def test_bad_input_is_exit_code_2(

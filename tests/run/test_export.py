@@ -23,7 +23,7 @@ from g2rpo_ray.models.catalogue import CATALOGUE
 from g2rpo_ray.models.loading import ModelFolderError
 from g2rpo_ray.models.rounding import Arrived, Rounding
 from g2rpo_ray.models.saving import ADAPTER_FILE
-from g2rpo_ray.run.export import Exported, ExportError, Form, export, model_card
+from g2rpo_ray.run.export import Exported, ExportError, Form, Layout, export, model_card
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.weights import SampleError, trained_kind
 from tests.states import make_run
@@ -104,7 +104,9 @@ def test_an_exported_transformer_gives_a_plain_pipeline_the_same_picture(
     runs: dict[str, Config], tmp_path: Path, kind: str
 ) -> None:
     config, folder = runs[kind], tmp_path / "transformer"
-    form = export(config, folder, merge=kind == "lora", max_shard_size="2MB").form
+    form = export(
+        config, folder, layout="merged" if kind == "lora" else "diffusers", max_shard_size="2MB"
+    ).form
     assert form == ("merged" if kind == "lora" else "full")
     assert len(list(folder.glob("diffusion_pytorch_model-*.safetensors"))) > 1
     ours = draw(config, "last", tmp_path / "ours")
@@ -286,17 +288,17 @@ def test_a_small_update_that_rounding_loses_is_told(
     config = make_run(tmp_path / "run", *KINDS["lora"], "model.dtype=bfloat16", moved=1e-4)
     score = {"iteration": 7, "kind": "evaluation", "heldout/clip": 0.2}
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps(score) + "\n")
-    ways: dict[str, tuple[bool, Rounding]] = {
-        "adapter": (False, "nearest"),
-        "nearest": (True, "nearest"),
-        "stochastic": (True, "stochastic"),
-        "again": (True, "stochastic"),
-        "float32": (True, "none"),
+    ways: dict[str, tuple[Layout, Rounding]] = {
+        "adapter": ("diffusers", "nearest"),
+        "nearest": ("merged", "nearest"),
+        "stochastic": ("merged", "stochastic"),
+        "again": ("merged", "stochastic"),
+        "float32": ("merged", "none"),
     }
     found = {}
-    for way, (merge, rounding) in ways.items():
+    for way, (layout, rounding) in ways.items():
         caplog.clear()
-        found[way] = export(config, tmp_path / way, merge=merge, rounding=rounding).arrived
+        found[way] = export(config, tmp_path / way, layout=layout, rounding=rounding).arrived
         assert ("of the trained update was lost" in caplog.text) == (way == "nearest")
         card = (tmp_path / way / "README.md").read_text()
         assert str(found[way]) in card
@@ -350,7 +352,21 @@ def test_a_place_that_refuses_leaves_nothing(
 
 def test_all_weights_have_nothing_to_merge(runs: dict[str, Config], tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="--merged is for LoRA runs"):
-        export(runs["full"], tmp_path / "out", merge=True)
+        export(runs["full"], tmp_path / "out", layout="merged")
+    with pytest.raises(ExportError, match="--format comfyui is for adapters"):
+        export(runs["full"], tmp_path / "out", layout="comfyui")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layout", ["comfyui", "kohya", "peft"])
+def test_an_adapter_in_other_names_draws_the_same_picture(
+    runs: dict[str, Config], tmp_path: Path, layout: Layout
+) -> None:
+    config, folder = runs["lora"], tmp_path / "adapter"
+    assert export(config, folder, layout=layout).form == "adapter"
+    ours = draw(config, "last", tmp_path / "ours")
+    assert_same_picture(draw(config, str(folder), tmp_path / "exported"), ours)
+    assert "strength 1 is what was trained" in (folder / "README.md").read_text()
 
 
 def test_an_adapter_for_other_modules_is_named(runs: dict[str, Config], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind, read_published
+from g2rpo_ray.models.family import Family, GuidanceKind, of_qkv, read_published
 from g2rpo_ray.models.latents import LatentShape, unpacked
 
 
@@ -33,6 +33,25 @@ class Flux1(Family):
         # Single blocks: attention as above, and the joint feed-forward.
         "proj_mlp", "single_transformer_blocks.*.proj_out",
     )  # fmt: skip
+    joined: ClassVar = {
+        "double_blocks.{}.img_attn.qkv": of_qkv("transformer_blocks.{}.attn.to_*"),
+        "double_blocks.{}.txt_attn.qkv": of_qkv("transformer_blocks.{}.attn.add_*_proj"),
+        "double_blocks.{}.img_attn.proj": ("transformer_blocks.{}.attn.to_out.0",),
+        "double_blocks.{}.txt_attn.proj": ("transformer_blocks.{}.attn.to_add_out",),
+        "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.net.0.proj",),
+        "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.net.2",),
+        "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.net.0.proj",),
+        "double_blocks.{}.txt_mlp.2": ("transformer_blocks.{}.ff_context.net.2",),
+        "double_blocks.{}.img_mod.lin": ("transformer_blocks.{}.norm1.linear",),
+        "double_blocks.{}.txt_mod.lin": ("transformer_blocks.{}.norm1_context.linear",),
+        "single_blocks.{}.linear1": (
+            *of_qkv("single_transformer_blocks.{}.attn.to_*"),
+            "single_transformer_blocks.{}.proj_mlp",
+        ),
+        "single_blocks.{}.linear2": ("single_transformer_blocks.{}.proj_out",),
+        "single_blocks.{}.modulation.lin": ("single_transformer_blocks.{}.norm.linear",),
+    }
+    in_sd_scripts = True
     multiple_of = 16
     published: ClassVar = read_published(__file__)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind, read_published
+from g2rpo_ray.models.family import Family, GuidanceKind, of_qkv, read_published
 from g2rpo_ray.models.latents import LatentShape, unpacked
 
 PUBLISHED = read_published(__file__)
@@ -34,6 +34,18 @@ class Flux2(Family):
         # Single blocks: attention and feed-forward are one product before, and one behind.
         "attn.to_qkv_mlp_proj", "single_transformer_blocks.*.to_out",
     )  # fmt: skip
+    joined: ClassVar = {
+        "double_blocks.{}.img_attn.qkv": of_qkv("transformer_blocks.{}.attn.to_*"),
+        "double_blocks.{}.txt_attn.qkv": of_qkv("transformer_blocks.{}.attn.add_*_proj"),
+        "double_blocks.{}.img_attn.proj": ("transformer_blocks.{}.attn.to_out.0",),
+        "double_blocks.{}.txt_attn.proj": ("transformer_blocks.{}.attn.to_add_out",),
+        "double_blocks.{}.img_mlp.0": ("transformer_blocks.{}.ff.linear_in",),
+        "double_blocks.{}.img_mlp.2": ("transformer_blocks.{}.ff.linear_out",),
+        "double_blocks.{}.txt_mlp.0": ("transformer_blocks.{}.ff_context.linear_in",),
+        "double_blocks.{}.txt_mlp.2": ("transformer_blocks.{}.ff_context.linear_out",),
+        "single_blocks.{}.linear1": ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",),
+        "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
+    }
     multiple_of = 16
     published: ClassVar = {"FLUX.2-dev": PUBLISHED["FLUX.2-dev"]}
 

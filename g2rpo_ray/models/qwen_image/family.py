@@ -33,6 +33,11 @@ class QwenImage(Family):
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
     )  # fmt: skip
+    # diffusers has the authors' names.
+    joined: ClassVar = {
+        f"transformer_blocks.{{}}.{layer}": (f"transformer_blocks.{{}}.{layer}",)
+        for layer in (*lora_targets, "img_mod.1", "txt_mod.1")
+    }
     multiple_of = 16
     published: ClassVar = read_published(__file__)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind, ModelFolderError, read_published
+from g2rpo_ray.models.family import Family, GuidanceKind, ModelFolderError, of_qkv, read_published
 from g2rpo_ray.models.latents import LatentShape
 
 CLIP_TOKENS = 77
@@ -35,6 +35,19 @@ class Sd3(Family):
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
     )  # fmt: skip
+    joined: ClassVar = {
+        "joint_blocks.{}.x_block.attn.qkv": of_qkv("transformer_blocks.{}.attn.to_*"),
+        "joint_blocks.{}.x_block.attn.proj": ("transformer_blocks.{}.attn.to_out.0",),
+        "joint_blocks.{}.x_block.attn2.qkv": of_qkv("transformer_blocks.{}.attn2.to_*"),
+        "joint_blocks.{}.x_block.attn2.proj": ("transformer_blocks.{}.attn2.to_out.0",),
+        "joint_blocks.{}.x_block.mlp.fc1": ("transformer_blocks.{}.ff.net.0.proj",),
+        "joint_blocks.{}.x_block.mlp.fc2": ("transformer_blocks.{}.ff.net.2",),
+        "joint_blocks.{}.context_block.attn.qkv": of_qkv("transformer_blocks.{}.attn.add_*_proj"),
+        "joint_blocks.{}.context_block.attn.proj": ("transformer_blocks.{}.attn.to_add_out",),
+        "joint_blocks.{}.context_block.mlp.fc1": ("transformer_blocks.{}.ff_context.net.0.proj",),
+        "joint_blocks.{}.context_block.mlp.fc2": ("transformer_blocks.{}.ff_context.net.2",),
+    }
+    in_sd_scripts = True
     multiple_of = 16
     published: ClassVar = read_published(__file__)
 
@@ -110,9 +123,6 @@ class Sd3(Family):
 
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")
-
-    def tokens(self, latents: LatentShape, length: int) -> int:
-        return latents.packed[0] // 4 + CLIP_TOKENS + length
 
     @property
     def _channels(self) -> int:

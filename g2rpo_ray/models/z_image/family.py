@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind, read_published
+from g2rpo_ray.models.family import Family, GuidanceKind, of_qkv, read_published
 from g2rpo_ray.models.latents import LatentShape
 
 
@@ -31,6 +31,17 @@ class ZImage(Family):
         "attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0",
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
     )  # fmt: skip
+    joined: ClassVar = {
+        f"{blocks}.{{}}.{theirs}": tuple(f"{blocks}.{{}}.{layer}" for layer in ours)
+        for blocks in ("layers", "noise_refiner", "context_refiner")
+        for theirs, ours in {
+            "attention.qkv": of_qkv("attention.to_*"),
+            "attention.out": ("attention.to_out.0",),
+            "feed_forward.w1": ("feed_forward.w1",),
+            "feed_forward.w2": ("feed_forward.w2",),
+            "feed_forward.w3": ("feed_forward.w3",),
+        }.items()
+    }
     multiple_of = 16
     unguided = 0.0
     published: ClassVar = read_published(__file__)
@@ -106,12 +117,6 @@ class ZImage(Family):
 
     def is_modulation(self, name: str) -> bool:
         return name.startswith("adaLN_modulation")
-
-    def width(self, transformer: Any) -> int:
-        return transformer.config.dim
-
-    def tokens(self, latents: LatentShape, length: int) -> int:
-        return sum(-(-n // 32) * 32 for n in (latents.packed[0] // 4, length))
 
     @property
     def _vae_channels(self) -> int:

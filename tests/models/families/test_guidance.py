@@ -15,8 +15,8 @@ from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.plan.costs import load_costs
-from g2rpo_ray.plan.memory import learner_memory, rollout_memory
-from g2rpo_ray.plan.networks import policy_size
+from g2rpo_ray.plan.memory import rollout_memory
+from g2rpo_ray.plan.networks import learner_bytes, policy_size
 from tests.models.families.folders import family_config
 from tests.rollout.test_update import update
 from tests.rollout.tiny import PlainEngine
@@ -113,9 +113,8 @@ def test_a_learner_without_guidance_makes_half_the_passes() -> None:
     both, one = policy_size(family_config("sd3", *settings)), policy_size(config)
     assert (one.passes, one.learner_passes, both.learner_passes) == (2, 1, 2)
     assert one.learner_tflop == pytest.approx(both.learner_tflop / 2)
-    costs, kept = load_costs().of("H100"), "activations or AdamW step"
-    memory = [learner_memory(config, size, costs, 1, 64)[kept] for size in (both, one)]
-    assert memory[0] == pytest.approx(2 * memory[1])
+    assert learner_bytes(family_config("sd3", *settings)) > 1.5 * learner_bytes(config)
+    costs = load_costs().of("H100")
     assert rollout_memory(config, one, costs) == rollout_memory(config, both, costs)
 
 

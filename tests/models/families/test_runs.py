@@ -66,7 +66,7 @@ def test_a_whole_run(start: Start, name: str, tmp_path: Path) -> None:
     assert f"guidance {config.sampling.guidance:g}" in table
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     assert export(config, adapter).form == "adapter"
-    assert export(config, merged, merge=True).form == "merged"
+    assert export(config, merged, layout="merged").form == "merged"
     check_adapter(name, adapter, merged)
 
     trained, base = (draw(config, which, tmp_path / which) for which in ("last", "base"))

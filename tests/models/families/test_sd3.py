@@ -69,21 +69,15 @@ def test_random_weights_keep_the_table_of_places() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "width", "blocks"),
-    [("medium", 2_243_171_520, 1536, 24), ("large", 8_056_627_520, 2432, 38)],
+    ("name", "parameters"), [("medium", 2_243_171_520), ("large", 8_056_627_520)]
 )
-def test_the_published_models_can_be_planned(
-    name: str, parameters: int, width: int, blocks: int
-) -> None:
+def test_the_published_models_can_be_planned(name: str, parameters: int) -> None:
     path = f"models/stable-diffusion-3.5-{name}"
     family, source = planned_family(path)
     assert family.pipeline == "StableDiffusion3Pipeline"
     assert source.startswith(f"stable-diffusion-3.5-{name}'s published architecture")
     size = policy_size(published(path))
-    assert (size.width, size.blocks, size.passes) == (width, blocks, 2)
-    assert size.parameters == parameters
-    # 512 x 512: 32 x 32 tokens of the picture, 77 of CLIP and 128 of T5.
-    assert size.tokens == 1024 + 77 + 128
+    assert (size.parameters, size.passes) == (parameters, 2)
 
 
 def published(path: str) -> Config:

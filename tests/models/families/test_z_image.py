@@ -113,4 +113,3 @@ def test_channels_of_another_vae(tmp_path: Path) -> None:
 def test_published_size() -> None:
     size = policy_size(family_config("z_image", "model.path=models/Z-Image"))
     assert size.parameters == 6_154_908_736
-    assert size.width == 3840
