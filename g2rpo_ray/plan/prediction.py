@@ -31,6 +31,7 @@ from g2rpo_ray.plan.memory import (
     BYTES,
     LEARNER_FORWARDS,
     PartsGib,
+    frozen_memory,
     learner_host_memory,
     learner_memory,
     learner_pass_name,
@@ -44,6 +45,8 @@ from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
 
 OPEN_CLIP_KINDS = ("hps", "clip")
+FROZEN = "frozen weights"
+"""Their holder, once on every card that a role which maps them is on."""
 Name = TypeVar("Name", PassName, RateName)
 
 
@@ -229,6 +232,8 @@ class Predictor:
                 self.config, self.size, self.costs, ranks, self.work.learner_rows
             ),
         }
+        if self.config.shares_frozen:
+            roles[FROZEN] = frozen_memory(self.config, self.size, self.costs)
         for name, reward in self.rewards.items():
             if reward.size is not None:
                 roles[f"reward {name}"] = scorer_memory(reward.settings, reward.size, reward.costs)
@@ -340,6 +345,8 @@ class Predictor:
         memory = self.memory(ranks)
         missing: dict[str, float] = {}
         for roles in self._placed(workers, ranks):
+            if self.config.shares_frozen and {"rollout worker", "learner rank"} & {*roles}:
+                roles.append(FROZEN)
             wanted = sum(sum(memory[role].values()) for role in roles if role in memory)
             if wanted > capacity:
                 missing[" + ".join(roles)] = wanted - capacity

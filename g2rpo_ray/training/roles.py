@@ -42,6 +42,7 @@ from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.settings import for_evaluation_workers
 from g2rpo_ray.weight_sync import Peer, StoredWeights, WeightSync, WeightSyncError, make_weight_sync
+from g2rpo_ray.weight_sync.frozen import frozen_keeper
 
 HELDOUT = "heldout"
 """Of requests, one of which is taken at a time: however many, they take no place from others."""
@@ -181,7 +182,11 @@ def _rollout_roles(
             raise ClusterError(" ".join(reasons))
         tell("starting reward servers and rollout workers")
         timeout_s = config.cluster.start_timeout_s
-        with placed(kept, [*workers, *servers], timeout_s, tell) as room, ExitStack() as stack:
+        with (
+            frozen_keeper(config),
+            placed(kept, [*workers, *servers], timeout_s, tell) as room,
+            ExitStack() as stack,
+        ):
             # Small shares of cards first would leave no card with room for a large one.
             with placed(workers, [*kept, *servers], timeout_s, tell):
                 started = reward_servers(name, config.rewards, timeout_s, private)
