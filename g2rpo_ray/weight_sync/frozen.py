@@ -130,7 +130,7 @@ class FrozenParts:
             _asked(self._holder, None).open()
         except SharingError as error:
             self._holder = None
-            self.description = f"own copy of the frozen weights, cannot map others' ({error:.200})"
+            self.description = f"own copy of the frozen weights, cannot map others' ({error})"
             logger.warning(self.description)
             return
         self.description = "frozen weights shared with its card's other roles"
