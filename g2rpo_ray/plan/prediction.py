@@ -336,7 +336,11 @@ class Predictor:
         shares += [("learner rank", config.learner.gpus_per_rank)] * ranks
         for name, reward in config.rewards.items():
             shares += [(f"reward {name}", reward.gpus_per_replica)] * reward.min_replicas
-        return pack(shares)
+        cards = pack(shares)
+        for roles in cards if config.shares_frozen else ():
+            if {"rollout worker", "learner rank"} & {*roles}:
+                roles.append(FROZEN)
+        return cards
 
     def _missing(self, workers: int, ranks: int) -> dict[str, float]:
         capacity = self.costs.memory_gib
@@ -345,8 +349,6 @@ class Predictor:
         memory = self.memory(ranks)
         missing: dict[str, float] = {}
         for roles in self._placed(workers, ranks):
-            if self.config.shares_frozen and {"rollout worker", "learner rank"} & {*roles}:
-                roles.append(FROZEN)
             wanted = sum(sum(memory[role].values()) for role in roles if role in memory)
             if wanted > capacity:
                 missing[" + ".join(roles)] = wanted - capacity

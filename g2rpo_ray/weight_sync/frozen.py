@@ -26,6 +26,8 @@ from g2rpo_ray.models.sharing import Lent, SharingError, lend
 
 logger = logging.getLogger(__name__)
 
+PROBE = "probe"
+"""A number that is lent before anything is loaded, to see whether others can open it."""
 HOLDER_LOST = 75
 """Exit code of a role whose holder is gone."""
 SHOW_CARD = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
@@ -45,24 +47,24 @@ class FrozenHolder:
         self._parts: dict[str, Any] = {}
         self._lent: dict[str, Lent] = {}
 
-    def lend(self, part: str | None) -> Lent:
-        """A part of the model's folder; without a name a number, to try whether it can be opened.
+    def lend(self, part: str) -> Lent:
+        """A part of the model's folder, or ``PROBE``.
 
         Raises:
             ModelFolderError: as of ``load_part``.
             DeviceMemoryError: it does not fit on the card.
         """
-        key = part or ""
-        if key not in self._parts:
+        if part not in self._parts:
             with logged(f"loading {part}"), name_memory("the frozen weights of a card"):
-                self._parts[key] = (
-                    load_part(self._model, part, DTYPES[self._model.dtype], self._device)
-                    if part
-                    else torch.ones(1, device=self._device)
+                self._parts[part] = (
+                    torch.ones(1, device=self._device)
+                    if part == PROBE
+                    else load_part(self._model, part, DTYPES[self._model.dtype], self._device)
                 )
-        if key not in self._lent or self._device.type == "cuda":
-            self._lent[key] = lend(self._parts[key], self._device)
-        return self._lent[key]
+        # A handle of a card's memory is for one process.
+        if part not in self._lent or self._device.type == "cuda":
+            self._lent[part] = lend(self._parts[part], self._device)
+        return self._lent[part]
 
     async def lives(self) -> None:
         """Never answers: who waits for it learns of this process's end."""
@@ -83,9 +85,7 @@ class FrozenKeeper:
         if place not in self._holders or ray.wait([self._holders[place][1]], timeout=0)[0]:
             shown = {"CUDA_VISIBLE_DEVICES": card, SHOW_CARD: "0"} if card else {}
             actor = ray.remote(FrozenHolder).options(
-                num_cpus=0,
-                runtime_env={"env_vars": shown},
-                scheduling_strategy=_on_node(node_id),
+                num_cpus=0, runtime_env={"env_vars": shown}, scheduling_strategy=_on_node(node_id)
             )
             holder = actor.remote(self._model, card)
             self._holders[place] = holder, holder.lives.remote()
@@ -127,7 +127,7 @@ class FrozenParts:
         if self._holder is None:
             return
         try:
-            _asked(self._holder, None).open()
+            _asked(self._holder, PROBE).open()
         except SharingError as error:
             self._holder = None
             self.description = f"own copy of the frozen weights, cannot map others' ({error})"
@@ -161,14 +161,16 @@ def _holder_of(device: torch.device) -> ActorHandle | None:
         keeper = ray.get_actor(_keeper_name())
     except ValueError:
         return None
-    card = os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0] if device.type == "cuda" else ""
+    # As Ray has set it; every role computes on the first that it sees.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    card = visible.split(",")[0] if device.type == "cuda" else ""
     holder: ActorHandle = ray.get(
         keeper.holder.remote(ray.get_runtime_context().get_node_id(), card)
     )
     return holder
 
 
-def _asked(holder: ActorHandle, part: str | None) -> Lent:
+def _asked(holder: ActorHandle, part: str) -> Lent:
     try:
         lent: Lent = ray.get(holder.lend.remote(part))
     except ray.exceptions.RayTaskError as error:

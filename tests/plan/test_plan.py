@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from g2rpo_ray.cli import main
 from g2rpo_ray.config import load_config
 from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, load_costs
+from g2rpo_ray.plan.memory import HOLDER_GIB
 from g2rpo_ray.plan.networks import TERA
 from g2rpo_ray.plan.plan import Plan, make_plan
 from g2rpo_ray.plan.prediction import CPU, Predictor
@@ -81,6 +82,25 @@ def test_a_role_beside_another_shares_the_cards_memory() -> None:
     plan = paper_plan("rollout.gpus_per_worker=0.3", "rollout.workers=1")
     crowded = plan.predictor.split(workers=3, ranks=13)
     assert any(key.count("rollout worker") == 3 for key in crowded.missing_gib)
+
+
+def test_frozen_weights_are_counted_once_a_card() -> None:
+    recipe = PAPER.with_name("flux_g2rpo_hps_one_gpu_lora.yaml")
+    frozen_gib = 11_901_408_320 * 2 / 2**30
+
+    def on_the_card(*overrides: str) -> dict[str, float]:
+        predictor = Predictor(load_config(recipe, overrides), load_costs(), "H100")
+        return {role: sum(parts.values()) for role, parts in predictor.memory(1).items()}
+
+    own, shared = on_the_card("model.share_frozen=false"), on_the_card()
+    assert shared.pop("frozen weights") == pytest.approx(frozen_gib + HOLDER_GIB)
+    saved = {role: own[role] - gib for role, gib in shared.items()}
+    roles = {"rollout worker": frozen_gib, "learner rank": frozen_gib}
+    assert saved == pytest.approx({**dict.fromkeys(own, 0.0), **roles})
+    # Every card that one of them is on has a holder, and only one.
+    halves = load_config(recipe, ["rollout.gpus_per_worker=0.5", "rewards.hps.gpus_per_replica=1"])
+    placed = Predictor(halves, load_costs(), "H100")._placed(workers=4, ranks=1)
+    assert sorted(roles.count("frozen weights") for roles in placed) == [0, 1, 1, 1]
 
 
 def test_no_split_fits(capsys: pytest.CaptureFixture[str]) -> None:
