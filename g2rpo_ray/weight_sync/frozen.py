@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,9 +79,10 @@ class FrozenKeeper:
         log_as("frozen", "keeper")
         self._model = model
         self._holders: dict[tuple[str, str], tuple[ActorHandle, ray.ObjectRef]] = {}
+        self._started = Counter[tuple[str, str]]()
 
-    def holder(self, node_id: str, card: str) -> ActorHandle:
-        """Of a card of a node, or of its CPU roles."""
+    def holder(self, node_id: str, card: str) -> tuple[ActorHandle, int]:
+        """Of a card of a node, or of its CPU roles; and how many were lost there before."""
         place = node_id, card
         if place not in self._holders or ray.wait([self._holders[place][1]], timeout=0)[0]:
             shown = {"CUDA_VISIBLE_DEVICES": card, SHOW_CARD: "0"} if card else {}
@@ -89,7 +91,8 @@ class FrozenKeeper:
             )
             holder = actor.remote(self._model, card)
             self._holders[place] = holder, holder.lives.remote()
-        return self._holders[place][0]
+            self._started[place] += 1
+        return self._holders[place][0], self._started[place] - 1
 
 
 @contextmanager
@@ -123,9 +126,10 @@ class FrozenParts:
         """
         self.description = ""
         """What to tell of it; empty in a run that does not share."""
-        self._holder = _holder_of(device)
-        if self._holder is None:
+        self._holder: ActorHandle | None = None
+        if (found := _holder_of(device)) is None:
             return
+        self._holder, lost = found
         try:
             _asked(self._holder, PROBE).open()
         except SharingError as error:
@@ -134,6 +138,8 @@ class FrozenParts:
             logger.warning(self.description)
             return
         self.description = "frozen weights shared with its card's other roles"
+        if lost:
+            self.description += f" (holder {lost + 1}: the one before ended, and its roles with it)"
         threading.Thread(target=_end_with, args=(self._holder,), daemon=True).start()
 
     def __call__(
@@ -154,7 +160,7 @@ def _on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
-def _holder_of(device: torch.device) -> ActorHandle | None:
+def _holder_of(device: torch.device) -> tuple[ActorHandle, int] | None:
     if not ray.is_initialized():
         return None
     try:
@@ -164,10 +170,10 @@ def _holder_of(device: torch.device) -> ActorHandle | None:
     # As Ray has set it; every role computes on the first that it sees.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     card = visible.split(",")[0] if device.type == "cuda" else ""
-    holder: ActorHandle = ray.get(
+    found: tuple[ActorHandle, int] = ray.get(
         keeper.holder.remote(ray.get_runtime_context().get_node_id(), card)
     )
-    return holder
+    return found
 
 
 def _asked(holder: ActorHandle, part: str) -> Lent:
