@@ -272,6 +272,8 @@ class Predictor:
         """What the settings ask for and the times leave out or take from elsewhere."""
         model, learner, measured = self.config.model, self.config.learner, self.costs.reference
         notes = {
+            f"times on {self.card} are estimates, of H100's by data sheets; memory is counted as "
+            "on any card": self.costs.is_estimate,
             f"costs of {self.card} were measured in {measured.dtype}, the run computes in "
             f"{model.dtype}: times are not comparable": model.dtype != measured.dtype,
             "learner.offload_optimizer: gradients on their way to the host take time that is not "

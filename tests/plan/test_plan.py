@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo_ray.cli import main
 from g2rpo_ray.config import load_config
-from g2rpo_ray.plan.costs import CardCosts, CostsError, CostTable, load_costs
+from g2rpo_ray.plan.costs import DATA_SHEETS, CardCosts, CostsError, CostTable, load_costs
 from g2rpo_ray.plan.memory import HOLDER_GIB
 from g2rpo_ray.plan.networks import TERA
 from g2rpo_ray.plan.plan import Plan, make_plan
@@ -82,6 +82,26 @@ def test_a_role_beside_another_shares_the_cards_memory() -> None:
     plan = paper_plan("rollout.gpus_per_worker=0.3", "rollout.workers=1")
     crowded = plan.predictor.split(workers=3, ranks=13)
     assert any(key.count("rollout worker") == 3 for key in crowded.missing_gib)
+
+
+def test_small_cards_are_estimated_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(PAPER.with_name("flux_g2rpo_hps_one_gpu_lora.yaml"))
+    table, measured = load_costs(), load_costs().of("H100")
+    assert not measured.is_estimate
+    for card in DATA_SHEETS:
+        costs = table.of(card)
+        assert costs.memory_gib is not None
+        assert int(card.rpartition("-")[2]) * 0.9 < costs.memory_gib < 48
+        assert costs.rate("matrix").seconds > 2.5 * measured.rate("matrix").seconds
+        slower = (
+            costs.measured("evaluation")[0].seconds / measured.measured("evaluation")[0].seconds
+        )
+        assert slower == costs.rate("matrix").seconds / measured.rate("matrix").seconds
+        assert main(["plan", recipe, "--card", card]) == 0
+        printed = capsys.readouterr().out
+        assert f"{costs.card}, ESTIMATED from what was measured" in printed
+        assert f"times on {card} are estimates" in printed
+        assert "does not fit: " in printed
 
 
 def test_frozen_weights_are_counted_once_a_card() -> None:
