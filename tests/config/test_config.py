@@ -375,6 +375,7 @@ def test_adapters_share_a_card_where_two_roles_fit_on_it(
         f"learner.gpus_per_rank={rank}",
         f"rollout.workers={workers}",
         f"learner.zero_stage={stage}",
+        "learner.ranks=1",
     )
     assert quickstart("model.lora.rank=2", *settings).shares_frozen is shares
     assert not quickstart("model.lora.rank=2", *settings, "model.share_frozen=false").shares_frozen

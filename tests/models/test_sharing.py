@@ -81,10 +81,10 @@ def test_another_process_maps_the_same_bits_and_cannot_change_them(tmp_path: Pat
             assert file.stat().st_size < 100_000
             networks[str(file)] = network, sums
     found = opened_elsewhere(*networks)
-    for file, (network, sums) in networks.items():
-        names, sums_there, copied_kib, written_kib = found[file]
+    for path, (network, sums) in networks.items():
+        names, sums_there, copied_kib, written_kib = found[path]
         assert dict(zip(names, sums_there, strict=True)) == sums
-        assert copied_kib == 0, f"{file}: opening made copies"
+        assert copied_kib == 0, f"{path}: opening made copies"
         assert written_kib > 0
         assert sums_of(network) == sums, "what another process wrote has arrived"
 

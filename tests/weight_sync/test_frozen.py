@@ -5,7 +5,9 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -40,8 +42,7 @@ def mapped_kib(_actor: object = None) -> tuple[int, int]:
     return sum(sizes[0]), sum(sizes[1])
 
 
-@ray.remote(num_cpus=0)
-class User:
+class Role:
     """A role that does nothing but hold its networks."""
 
     def start(self, config: Config, refused: bool = False) -> str:
@@ -58,6 +59,9 @@ class User:
 
     def pid(self) -> int:
         return os.getpid()
+
+
+User: Any = ray.remote(num_cpus=0)(Role)
 
 
 @pytest.fixture
@@ -115,7 +119,7 @@ def test_a_user_that_dies_leaves_the_others_and_a_holder_that_dies_takes_all(
 
     os.kill(holder, signal.SIGKILL)
     for user in (first, second, fourth):
-        wait_for(lambda user=user: ended(user), "a user lives on without its holder")
+        wait_for(partial(ended, user), "a user lives on without its holder")
     (fifth,) = users(config, 1, " (holder 2: the one before ended, and its roles with it)")
     assert holder_pid() != holder
     assert ray.get(fifth.sums.remote()) == sums
