@@ -40,6 +40,11 @@ class ModelSection(Section):
     ``single_transformer_blocks``, ``transformer_blocks.0`` or ``attn.to_q``; not with ``lora``."""
     gradient_checkpointing: bool = False
     """Recompute activations in the learner's backward pass: less memory, about a third slower."""
+    share_frozen: Literal["auto"] | bool = False
+    """With ``lora``: the roles on a card map one copy of the model's own weights. ``auto`` where
+    two of them can be on one card; ``true`` everywhere, on each node's CPU as well; ``false``
+    never (until it was measured on a card). Where a system does not allow it each role loads its
+    own, and says so."""
     truncate_timesteps: bool = False
     """Truncate sigma * 1000 to an integer as published code does; diffusers' pipeline does not."""
 
@@ -48,6 +53,11 @@ class ModelSection(Section):
         if self.lora is not None and self.trained_modules is not None:
             raise ValueError(
                 "lora and trained_modules are both set; adapters are chosen by lora.target_modules"
+            )
+        if self.share_frozen is True and self.lora is None:
+            raise ValueError(
+                "share_frozen is true and lora is not set: weights that are trained cannot be "
+                "shared; set lora, or share_frozen: auto"
             )
         return self
 

@@ -104,6 +104,11 @@ class Config(Section):
                 f"learner.offload_parameters is true and learner.zero_stage is "
                 f"{self.learner.zero_stage}; only stage 3 splits the weights: set zero_stage 3"
             )
+        if self.model.share_frozen is True and self.learner.zero_stage == 3:
+            raise ValueError(
+                "model.share_frozen is true and learner.zero_stage is 3, which splits the frozen "
+                "weights, too; set zero_stage 1 or 2, or share_frozen: auto"
+            )
         self._check_pipeline()
         self._check_transport()
         self._check_passes()
@@ -175,6 +180,19 @@ class Config(Section):
                 f"evaluation.every is {evaluation.every}; every evaluation needs a checkpoint: "
                 "make evaluation.every a multiple of checkpoint.every"
             )
+
+    @property
+    def shares_frozen(self) -> bool:
+        """``model.share_frozen``, where ``auto`` is for adapters whose worker and rank, or two of
+        whose workers, fit on one card, if no rank splits the weights."""
+        if self.model.share_frozen != "auto":
+            return self.model.share_frozen
+        worker, rank = self.rollout.gpus_per_worker, self.learner.gpus_per_rank
+        workers = self.rollout.most_workers + self.evaluation.workers
+        two_workers = workers > 1 and 0 < worker <= LARGEST_SHARED
+        both = worker > 0 and rank > 0 and worker + rank <= 1
+        split = self.learner.zero_stage == 3
+        return self.model.lora is not None and not split and (two_workers or both)
 
     @property
     def weight_transport(self) -> Literal["object_store", "nccl"]:

@@ -141,6 +141,11 @@ class LearnerEngine:
         if state is not None:
             load_whole_weights(policy, state)
         first = next(policy.parameters())
+        frozen: list[Any] = [p for p in policy.parameters() if not p.requires_grad]
+        for parameter in frozen:
+            # DeepSpeed's mark of what it must not broadcast from rank 0 at the start: all ranks
+            # have read the same, and writing would make mapped memory into a copy.
+            parameter.ds_optim_param = True
         adamw = torch.optim.AdamW(
             trainable_parameters(policy).values(),
             lr=settings.learning_rate,

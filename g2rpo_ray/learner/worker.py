@@ -32,6 +32,7 @@ from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.weights import PackedWeights, TensorLayout, WeightReceipt, receipt
 from g2rpo_ray.sampling.group import RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup, open_store
+from g2rpo_ray.weight_sync.frozen import FrozenParts
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class Learner:
             join_process_group(
                 self.rank, settings.ranks, address, port, settings.timeout_s, self.device
             )
-            policy = load_policy(self.config, self.device, guided=not settings.unguided)
+            frozen, guided = FrozenParts(self.device), not settings.unguided
+            policy = load_policy(self.config, self.device, guided=guided, load=frozen)
             if settings.compile:
                 compile_blocks(policy, cache=None)
             if checkpoint is None:
@@ -70,7 +72,7 @@ class Learner:
             else:
                 info, state = open_checkpoint(checkpoint)
                 self.engine = LearnerEngine(policy, settings, state, info.updates)
-        return coverage(policy.transformer)
+        return "; ".join(filter(None, [coverage(policy.transformer), frozen.description]))
 
     def update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
         """One iteration's update on this rank's share of ``groups``, given in id order."""

@@ -4,6 +4,7 @@ Timestep, guidance, ids and dtype are decided here and in the model's family, an
 importance ratio before the first update is 1 only if both sides call the network in the same way.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,9 @@ from g2rpo_ray.models.family import Family
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import DTYPES, load_part
 from g2rpo_ray.models.lora import add_lora, choose_trained
+
+Load = Callable[..., Any]
+"""``load_part``, or what gives the same network from elsewhere."""
 
 
 class Policy(nn.Module):
@@ -77,7 +81,11 @@ class Policy(nn.Module):
 
 
 def load_policy(
-    config: Config, device: torch.device | str = "cpu", *, guided: bool = True
+    config: Config,
+    device: torch.device | str = "cpu",
+    *,
+    guided: bool = True,
+    load: Load = load_part,
 ) -> Policy:
     """The policy of ``config.model``, with fresh LoRA adapters where it asks for them.
 
@@ -85,6 +93,7 @@ def load_policy(
 
     Args:
         guided: by ``sampling.guidance``; else the conditional pass alone.
+        load: gives the transformer, whose weights are only read where adapters are trained.
 
     Raises:
         ModelFolderError: the transformer cannot be loaded, or takes other latents than the VAE's.
@@ -94,7 +103,7 @@ def load_policy(
     # On an H100 (torch 2.11) cuDNN's attention ended learner passes in an illegal memory access;
     # both sides of the ratio use the same kernels, so it is off for both.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype], device)
+    transformer = load(config.model, "transformer", DTYPES[config.model.dtype], device)
     if config.model.lora is None:
         choose_trained(transformer, config.model.trained_modules)
     else:

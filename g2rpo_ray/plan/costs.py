@@ -16,6 +16,16 @@ from g2rpo_ray.common.section import Section
 CPU = "cpu-core"
 """Name of the entry of one CPU core."""
 
+MEASURED_SHEET = "H100", 989.0, 3350.0
+DATA_SHEETS = {
+    "A100-40": ("NVIDIA A100 40GB", 39.4, 312.0, 1555.0),
+    "L40S-48": ("NVIDIA L40S", 44.4, 362.0, 864.0),
+    "RTX4090-24": ("NVIDIA GeForce RTX 4090", 23.5, 165.0, 1008.0),
+    "RTX5090-32": ("NVIDIA GeForce RTX 5090", 31.3, 209.5, 1792.0),
+}
+"""Cards that were not measured: name, GiB that a process can use, TFLOP/s of dense bfloat16
+products added up in float32, GB/s of memory; before them the card that is scaled by the ratio."""
+
 PassName = Literal[
     "evaluation",
     "evaluation_compiled",
@@ -110,6 +120,8 @@ class CardCosts(Section):
     """What measured the entry."""
     notes: list[str] = Field(default_factory=list)
     """What else must be known of how it was measured."""
+    is_estimate: bool = False
+    """Scaled from another card's by ``DATA_SHEETS``; what was measured is that card's."""
     reference: Reference
     passes: dict[PassName, list[Measurement]]
     rates: dict[RateName, Rate]
@@ -156,13 +168,32 @@ class CostTable(Section):
     cards: dict[str, CardCosts]
 
     def of(self, card: str) -> CardCosts:
-        """Raises CostsError for a card that was not measured."""
-        if card not in self.cards:
-            raise CostsError(
-                f"no measured costs for card {card!r}; known are {', '.join(sorted(self.cards))} "
-                "(scripts/bench_costs.py measures another one)"
-            )
-        return self.cards[card]
+        """Raises CostsError for a card that was neither measured nor can be estimated."""
+        if card in self.cards:
+            return self.cards[card]
+        if card in DATA_SHEETS and MEASURED_SHEET[0] in self.cards:
+            return _estimate(self.cards[MEASURED_SHEET[0]], card)
+        raise CostsError(
+            f"no measured costs for card {card!r}; known are {', '.join(sorted(self.cards))}, and "
+            f"as estimates {', '.join(DATA_SHEETS)} (scripts/bench_costs.py measures another one)"
+        )
+
+
+def _estimate(measured: CardCosts, card: str) -> CardCosts:
+    """Passes by products a second, AdamW by memory's; copies between processes as measured."""
+    name, memory_gib, tflops, gb_s = DATA_SHEETS[card]
+    slower, thinner = MEASURED_SHEET[1] / tflops, MEASURED_SHEET[2] / gb_s
+    factors = {"matrix": slower, "optimizer": thinner}
+    passes = {
+        kind: [p.model_copy(update={"seconds": p.seconds * slower}) for p in points]
+        for kind, points in measured.passes.items()
+    }
+    rates = {
+        kind: rate.model_copy(update={"seconds": rate.seconds * factors.get(kind, 1.0)})
+        for kind, rate in measured.rates.items()
+    }
+    changes = {"card": name, "memory_gib": memory_gib, "passes": passes, "rates": rates}
+    return measured.model_copy(update=changes | {"is_estimate": True})
 
 
 def load_costs(path: Path | None = None) -> CostTable:

@@ -18,6 +18,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RESERVE_GIB = 3.0
 """A margin of each process on a card; chosen, not measured."""
 
+HOLDER_GIB = 1.0
+"""The same of a process that only holds frozen weights for others; chosen, not measured."""
+
 STATE_BYTES = 12
 """Of a trained parameter: fp32 master weight and AdamW's two moments."""
 
@@ -58,6 +61,12 @@ def learner_pass_name(lora: bool, checkpointing: bool) -> PassName:
     return "learner_full_checkpointing" if checkpointing else "learner_full"
 
 
+def frozen_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsGib:
+    """What the roles on a card share (``shares_frozen``), in its holder."""
+    parts = {"transformer": _lent_bytes(config, size) / GIB}
+    return parts if costs.memory_gib is None else parts | {"reserve": HOLDER_GIB}
+
+
 def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsGib:
     """A rollout worker: evaluations and decoding take turns, so the larger one counts."""
     width = BYTES[config.model.dtype]
@@ -66,7 +75,10 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsG
     return _with_reserve(
         costs,
         {
-            "transformer": (size.held_parameters * width + size.buffer_bytes) / GIB,
+            "transformer": (
+                size.held_parameters * width - _lent_bytes(config, size) + size.buffer_bytes
+            )
+            / GIB,
             "VAE": size.vae_parameters * width / GIB,
             "activations": max(evaluation, decode) / GIB,
         },
@@ -95,7 +107,7 @@ def learner_memory(
     once = stage < 3 and (stage == 1 or config.model.lora is not None)
     # One after the other: the largest counts.
     working = max(learner_bytes(config) * rows, bucket * once, on_card * STEP_BYTES)
-    weights = 0.0 if settings.offload_parameters else held * width
+    weights = 0.0 if settings.offload_parameters else held * width - _lent_bytes(config, size)
     parts = {
         "weights": weights / (ranks if stage == 3 else 1) / GIB + size.buffer_bytes / GIB,
         "gradients": gradients / GIB,
@@ -153,6 +165,11 @@ def scorer_pass_name(kind: str) -> PassName:
 def state_bytes(config: Config) -> int:
     """Of a trained parameter: master weight, moments, and the average where one is kept."""
     return STATE_BYTES + AVERAGE_BYTES * (config.learner.ema_decay is not None)
+
+
+def _lent_bytes(config: Config, size: PolicySize) -> int:
+    """Of a role's transformer, what it has from its card's holder."""
+    return size.frozen_parameters * BYTES[config.model.dtype] if config.shares_frozen else 0
 
 
 def _page_locked(blocks: Iterable[float]) -> float:

@@ -116,7 +116,8 @@ def as_text(plan: Plan) -> str:
         f"{size.evaluation.tflop:.3g} TFLOP an evaluation of {size.passes} pass(es) "
         f"({size.evaluation.attention / 1e12:.3g} of them attention), "
         f"{size.decode.tflop:.3g} a decode",
-        f"{'costs':>15}  {costs.card}, measured {costs.date} with torch {costs.versions['torch']}",
+        f"{'costs':>15}  {costs.card}, {'ESTIMATED from what was ' if costs.is_estimate else ''}"
+        f"measured {costs.date} with torch {costs.versions['torch']}",
         _line("encoding", _encoding_text(plan)),
         *(_line("note", note) for note in predictor.notes),
         "",

@@ -31,6 +31,7 @@ from g2rpo_ray.plan.memory import (
     BYTES,
     LEARNER_FORWARDS,
     PartsGib,
+    frozen_memory,
     learner_host_memory,
     learner_memory,
     learner_pass_name,
@@ -44,6 +45,8 @@ from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
 
 OPEN_CLIP_KINDS = ("hps", "clip")
+FROZEN = "frozen weights"
+"""Their holder, once on every card that a role which maps them is on."""
 Name = TypeVar("Name", PassName, RateName)
 
 
@@ -232,6 +235,8 @@ class Predictor:
                 self.config, self.size, self.costs, ranks, self.work.learner_rows
             ),
         }
+        if self.config.shares_frozen:
+            roles[FROZEN] = frozen_memory(self.config, self.size, self.costs)
         for name, reward in self.rewards.items():
             if reward.size is not None:
                 roles[f"reward {name}"] = scorer_memory(reward.settings, reward.size, reward.costs)
@@ -270,6 +275,8 @@ class Predictor:
         """What the settings ask for and the times leave out or take from elsewhere."""
         model, learner, measured = self.config.model, self.config.learner, self.costs.reference
         notes = {
+            f"times on {self.card} are estimates, of H100's by data sheets; memory is counted as "
+            "on any card": self.costs.is_estimate,
             f"costs of {self.card} were measured in {measured.dtype}, the run computes in "
             f"{model.dtype}: times are not comparable": model.dtype != measured.dtype,
             "learner.offload_optimizer: gradients on their way to the host take time that is not "
@@ -334,7 +341,11 @@ class Predictor:
         shares += [("learner rank", config.learner.gpus_per_rank)] * ranks
         for name, reward in config.rewards.items():
             shares += [(f"reward {name}", reward.gpus_per_replica)] * reward.min_replicas
-        return pack(shares)
+        cards = pack(shares)
+        for roles in cards if config.shares_frozen else ():
+            if {"rollout worker", "learner rank"} & {*roles}:
+                roles.append(FROZEN)
+        return cards
 
     def _missing(self, workers: int, ranks: int) -> dict[str, float]:
         capacity = self.costs.memory_gib

@@ -21,7 +21,7 @@ class RolloutActor(RolloutWorker):
     def start(self, config: Config, scoring: Scoring, number: int) -> str:
         """Load, compile and warm up; answers with how, in one line."""
         super().__init__(config, scoring, number)
-        return self.engine.description
+        return ", ".join(filter(None, [self.engine.description, self.frozen.description]))
 
     @ray.method(concurrency_group=REPORTS)
     def phase(self) -> Phase:

@@ -37,6 +37,7 @@ from g2rpo_ray.rollout.phases import OwnTime
 from g2rpo_ray.sampling.engine import RolloutEngine
 from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup
+from g2rpo_ray.weight_sync.frozen import FrozenParts
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class RolloutWorker:
         gpus = config.rollout.gpus_per_worker
         self.device = role_device(gpus, "rollout.gpus_per_worker")
         keep_to_share(gpus)
-        self.engine = RolloutEngine(config, self.device)
+        self.frozen = FrozenParts(self.device)
+        self.engine = RolloutEngine(config, self.device, self.frozen)
         self.policy = self.engine.policy
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self.algorithm = make_algorithm(config)

@@ -22,7 +22,7 @@ from g2rpo_ray.models.kernels import (
     undo_compilation,
 )
 from g2rpo_ray.models.loading import DTYPES, load_part
-from g2rpo_ray.models.policy import Policy, load_policy
+from g2rpo_ray.models.policy import Load, Policy, load_policy
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.sampler import Sampler
@@ -38,8 +38,11 @@ def schedule_of(sampling: SamplingSection, steps: int, policy: Policy) -> Tensor
 class RolloutEngine:
     """Loads, compiles and warms up once; then gives samplers and decodes."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, load: Load = load_part) -> None:
         """
+        Args:
+            load: gives the networks.
+
         Raises:
             ModelFolderError: the model cannot be loaded.
             AttentionBackendError: ``rollout.attention`` is unknown or not installed.
@@ -51,17 +54,18 @@ class RolloutEngine:
         self.warnings: list[str] = []
         """What happened since somebody emptied this list."""
         settings, on_gpu = config.rollout, device.type == "cuda"
+        compiled = on_gpu if settings.compile is None else settings.compile
         self._dtype = DTYPES[config.model.dtype]
         if settings.fp8:
             check_float8(device, self._dtype)
         with name_memory("a rollout worker's networks"):
-            self.policy = load_policy(config, device)
-            vae = load_part(config.model, "vae", self._dtype, device)
+            self.policy = load_policy(config, device, load=load)
+            # A compiled decoder has its weights in another order, and so for itself.
+            vae = (load_part if compiled else load)(config.model, "vae", self._dtype, device)
             if attention := settings.attention or ("cudnn" if on_gpu else None):
                 choose_attention(self.policy.transformer, attention)
             self._twin = Float8Twin(self.policy) if settings.fp8 else None
         self._policies = [self.policy] if self._twin is None else [self.policy, self._twin.policy]
-        compiled = on_gpu if settings.compile is None else settings.compile
         warn, longer_side = self.warnings.append, max(config.sampling.height, config.sampling.width)
         self.decoder = PictureDecoder(
             self.policy.family,

@@ -44,6 +44,7 @@ from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.settings import for_evaluation_workers
 from g2rpo_ray.weight_sync import Peer, StoredWeights, WeightSync, WeightSyncError, make_weight_sync
+from g2rpo_ray.weight_sync.frozen import frozen_keeper
 
 HELDOUT = "heldout"
 """Of requests, one of which is taken at a time: however many, they take no place from others."""
@@ -196,11 +197,14 @@ def _cluster(
         yield private
 
 
+@contextmanager
 def _room(
     config: Config, kept: Sequence[Demand], workers: Sequence[Demand], tell: Tell
-) -> AbstractContextManager[PlacementGroup | None]:
+) -> Iterator[PlacementGroup | None]:
+    """Where ``kept`` lie; roles that start inside share frozen weights, if the run is to."""
     others = [*workers, *reward_demands(config)]
-    return placed(kept, others, config.cluster.start_timeout_s, tell)
+    with frozen_keeper(config), placed(kept, others, config.cluster.start_timeout_s, tell) as room:
+        yield room
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""A whole run of adapters whose roles share frozen weights, against one whose roles do not."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command import wait_until
+from tests.integration.test_train import (
+    Start,
+    assert_same_bits,
+    config_of,
+    start,
+    trained_iterations,
+)
+
+__all__ = ["start"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+
+SETTINGS = (
+    "model.lora.rank=4",
+    "learner.learning_rate=1e-3",
+    "evaluation.every=1",
+    "evaluation.workers=1",
+    "rollout.cpus_per_worker=0.25",
+)
+
+
+def test_a_run_that_shares_and_loses_its_holder_ends_in_the_same_bits(
+    start: Start, tmp_path: Path
+) -> None:
+    apart, shared = tmp_path / "apart", tmp_path / "shared"
+    first = start(config_of(apart, *SETTINGS))
+    second = start(config_of(shared, *SETTINGS, "model.share_frozen=true"))
+    wait_until(
+        lambda: trained_iterations(shared) > 0 or second.process.poll() is not None,
+        "the first iteration",
+    )
+    titles = {
+        int(process.name): process.joinpath("cmdline").read_bytes()
+        for process in second.processes()
+    }
+    (holder,) = [pid for pid, title in titles.items() if title.startswith(b"ray::FrozenHolder")]
+    os.kill(holder, signal.SIGKILL)
+    assert (first.wait(), second.wait()) == (0, 0), first.text + second.text
+    assert "frozen weights shared" not in first.text
+    # A worker, one that evaluates, and a rank: each at the start, and again with a new holder.
+    assert second.text.count("frozen weights shared with its card's other roles") >= 3
+    assert "rebuilding the learner" in second.text
+    assert "(holder 2: the one before ended, and its roles with it)" in second.text
+    assert_same_bits(shared, apart)
+    assert first.left_over() == second.left_over() == []
