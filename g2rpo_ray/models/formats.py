@@ -125,7 +125,8 @@ def _linear(transformer: nn.Module) -> list[str]:
 
 
 def _rows(transformer: nn.Module, layer: str) -> int:
-    return len(transformer.get_submodule(layer).weight)
+    rows: int = transformer.get_parameter(f"{layer}.weight").shape[0]
+    return rows
 
 
 def _flat(name: str) -> str:
