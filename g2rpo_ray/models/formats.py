@@ -124,7 +124,7 @@ def _linear(transformer: nn.Module) -> list[str]:
     return [name for name, m in transformer.named_modules() if isinstance(m, nn.Linear)]
 
 
-def _rows(transformer: nn.Module, layer: str) -> int:
+def _rows(transformer: Any, layer: str) -> int:
     return len(transformer.get_submodule(layer).weight)
 
 

@@ -88,7 +88,7 @@ def _flash() -> Iterator[None]:
     own = functional.scaled_dot_product_attention
 
     def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        return _FLASH(query, key, value)[0]  # type: ignore[no-any-return]
+        return _FLASH(query, key, value)[0]
 
     functional.scaled_dot_product_attention = flash
     try:
