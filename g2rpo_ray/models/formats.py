@@ -124,9 +124,8 @@ def _linear(transformer: nn.Module) -> list[str]:
     return [name for name, m in transformer.named_modules() if isinstance(m, nn.Linear)]
 
 
-def _rows(transformer: nn.Module, layer: str) -> int:
-    rows: int = transformer.get_parameter(f"{layer}.weight").shape[0]
-    return rows
+def _rows(transformer: Any, layer: str) -> int:
+    return len(transformer.get_submodule(layer).weight)
 
 
 def _flat(name: str) -> str:
