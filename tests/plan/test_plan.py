@@ -30,7 +30,9 @@ def test_every_shipped_configuration_has_a_plan(
 ) -> None:
     written = tmp_path / "plan.json"
     cluster_before = ray.is_initialized()  # other tests of this process may hold one
-    assert main(["plan", str(path), "--json", str(written)]) == 0
+    # Held twice, by worker and rank, Qwen-Image does not fit into the 80 GB of the others.
+    card = ["--card", "H200"] if path.stem.startswith("qwen_image") else []
+    assert main(["plan", str(path), "--json", str(written), *card]) == 0
     printed = capsys.readouterr().out
     plan = json.loads(written.read_text())
     assert f"recommended: {plan['recommended']['overrides']}" in printed

@@ -38,6 +38,7 @@ def embed(config: Config, folder: Path) -> Path:
     source.write_text("\n".join(PROMPTS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embed_module, "ray_cluster", lambda _: nullcontext(True))
+        patch.setattr(embed_module, "_await_room", lambda *_: None)
         patch.setattr(embed_module, "_shard_rows", rows)
         embed_module.embed(config, str(source), folder, Selection(), EmbedOptions(shard_size=2))
     return folder

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from g2rpo_ray.models.fp8 import Float8Error, Float8Linear, Float8Twin, to_float
 from g2rpo_ray.models.kernels import AttentionBackendError
 from g2rpo_ray.models.loading import load_part
 from g2rpo_ray.models.lora import add_lora
-from g2rpo_ray.models.policy import Policy, load_policy
+from g2rpo_ray.models.policy import Load, Policy, load_policy
 from g2rpo_ray.rollout.worker import RolloutWorker
 from g2rpo_ray.sampling.engine import RolloutEngine
 from g2rpo_ray.sampling.evaluator import Evaluator
@@ -139,17 +140,20 @@ def test_networks_that_do_not_fit_are_named(
 
 
 def test_auto_tries_the_twin_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_cpu(config: Config, _: torch.device) -> Policy:
+    def on_cpu(config: Config, _: torch.device, load: Load) -> Policy:  # noqa: ARG001
         return load_policy(config)
 
     monkeypatch.setattr(f"{ENGINE}.load_policy", on_cpu)
-    monkeypatch.setattr(f"{ENGINE}.load_part", lambda *args: load_part(*args[:3]))
     monkeypatch.setattr(f"{ENGINE}.choose_attention", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     passes = limit_memory(monkeypatch, exact=8, twin=4)
+
+    def load(*arguments: Any) -> Any:
+        return load_part(*arguments[:3])
+
     overrides = ["rollout.batch_size=auto", "rollout.compile=false", "rollout.fp8=true"]
     overrides += ["model.dtype=bfloat16"]
-    assert RolloutEngine(tiny_config(tmp_path, *overrides), CARD).batch_size == 4
+    assert RolloutEngine(tiny_config(tmp_path, *overrides), CARD, load).batch_size == 4
     assert passes == [(False, 16), (False, 8), (True, 8), (False, 4), (True, 4)]
 
 

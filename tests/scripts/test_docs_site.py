@@ -35,7 +35,8 @@ def test_every_setting_has_its_row_with_default_and_bounds() -> None:
     names = {name for section in sections for name in section.model_fields}
     rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     inner = {name for name in names if f"## `{name}`" in page or f"## `{name}.<name>`" in page}
-    assert names - rows - inner == {"lora"}
+    assert names - rows - inner == {"lora", "guards"}
+    assert "## `evaluation.guards.<name>`" in page
     assert "| `timeout_s` | `1800.0` | number, s, > 0 |" in page
     assert "| `batch_size` | `8` | integer or `auto`, ≥ 1 |" in page
     # Each has words.

@@ -208,6 +208,7 @@ class Run:
             weights_of_now=weights_of_now,
             sync=sync,
             encoder=SimpleNamespace(heldout=list),
+            tflop=1.0,
             learner=learner,
             rewards=SimpleNamespace(replicas=lambda: {"oracle": 1}),
         )

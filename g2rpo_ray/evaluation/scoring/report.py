@@ -22,7 +22,8 @@ def rank_correlation(one: Floats, other: Floats) -> float:
     """Spearman's: Pearson's of the ranks, equal values sharing theirs.
 
     Args:
-        one, other: ``[pictures]``; NaN where there is no score, which leaves the picture out.
+        one: ``[pictures]``; NaN where there is no score, which leaves the picture out.
+        other: likewise.
 
     Returns:
         -1 to 1; NaN with fewer than two pictures, or where all have the same score.

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Annotated, Literal, Self, get_args
 
-import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from g2rpo_ray.common.prompt_text import metadata_of
@@ -125,6 +124,8 @@ def checks(wanted: Composition, objects: Objects, colours: Iterator[str]) -> lis
 
 def relations(box: Box, other: Box) -> set[str]:
     """Where a box lies from another: none, one or two of ``DIRECTIONS``."""
+    import numpy as np
+
     corners = np.array([box, other]).reshape(2, 2, 2)
     (centre, other_centre), sizes = corners.mean(1), np.ptp(corners, 1)
     offset = centre - other_centre

@@ -4,8 +4,6 @@ import unicodedata
 from collections.abc import Collection, Sequence
 from itertools import permutations
 
-import numpy as np
-
 from g2rpo_ray.common.prompt_text import metadata_of
 from g2rpo_ray.rewards.scorer import ScorerError
 
@@ -115,6 +113,8 @@ def _least_distance(wanted: Collection[str], read: str) -> int:
 
 def edit_distance(first: str, second: str) -> int:
     """Levenshtein's: the fewest characters to put in, take out or replace."""
+    import numpy as np
+
     letters = np.array([ord(letter) for letter in second], dtype=np.int64)
     places = np.arange(len(second) + 1)
     row = places

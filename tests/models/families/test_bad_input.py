@@ -155,7 +155,7 @@ def test_a_guided_batch_beyond_memory_is_seen_by_the_plan() -> None:
             "sd3", "model.path=models/stable-diffusion-3.5-medium", "model.dtype=bfloat16",
             "model.gradient_checkpointing=true", "model.lora.rank=32", "sampling.height=1024",
             "sampling.width=1024", "rollout.gpus_per_worker=1", "rollout.workers=1",
-            "learner.gpus_per_rank=1", "learner.ranks=1", "rollout.batch_size=192",
+            "learner.gpus_per_rank=1", "learner.ranks=1", "rollout.batch_size=320",
             f"sampling.guidance={guidance}", negative_prompt="",
         )  # fmt: skip
         plan = make_plan(config, load_costs(), 2, "H100")

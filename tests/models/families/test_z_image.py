@@ -64,17 +64,18 @@ def test_blocks_compile_for_all_lengths_of_text(monkeypatch: pytest.MonkeyPatch)
         "compile",
         lambda self, **options: compile_plainly(self, backend="eager", **options),
     )
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain, compiled = (load_policy(family_config("z_image")) for _ in range(2))
-    compile_blocks(compiled, cache=None)
+    lengths_of = ((48, 48), (48, 20), (90, 20), (20, 20), (150, 20), (20, 40), (200, 20), (9, 9))
     counts = []
-    for lengths in ((48, 48), (48, 20), (90, 20), (20, 20), (150, 20), (20, 40), (200, 20), (9, 9)):
-        for rows in (1, 4):
-            found = of_lengths(compiled, rows, lengths)
-            torch.testing.assert_close(found, of_lengths(plain, rows, lengths))
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    with torch._dynamo.config.patch(recompile_limit=8):
+        compile_blocks(compiled, cache=None)
+        for lengths in lengths_of:
+            for rows in (1, 4):
+                found = of_lengths(compiled, rows, lengths)
+                torch.testing.assert_close(found, of_lengths(plain, rows, lengths))
+            counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     # Few in all, and none for a length that comes later.
     assert counts[-1] == counts[2] <= 12
 
