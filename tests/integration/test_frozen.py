@@ -17,7 +17,7 @@ from tests.integration.test_train import (
 
 __all__ = ["start"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 SETTINGS = (
     "model.lora.rank=4",

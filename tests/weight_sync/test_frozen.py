@@ -168,7 +168,7 @@ def trained(config: Config, groups: list[ray.ObjectRef], killed: bool = False) -
         remove_placement_group(room)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_ranks_map_them_under_deepspeed_and_are_rebuilt_with_their_holder(
     tmp_path: Path, stage: int
 ) -> None:
