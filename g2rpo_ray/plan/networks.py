@@ -92,7 +92,7 @@ def _once(count: Callable[[Family, str, Config], Counted], config: Config) -> Co
     family, source = planned_family(config.model.path)
     latents_of(config, family)
     check_guidance(config, family)
-    asked = config.model_dump_json(include={"model", "sampling", "prompts", "learner"})
+    asked = config.model_dump_json(include=READ)
     key = count, type(family), source, json.dumps(family.configs), asked
     try:
         if key not in _COUNTED:
@@ -124,6 +124,13 @@ def planned_family(path: str) -> tuple[Family, str]:
     return family, f"{name}'s published architecture ({path} is not there yet)"
 
 
+READ: dict[str, set[str]] = {
+    "model": {"dtype", "lora", "trained_modules", "gradient_checkpointing"},
+    "sampling": {"height", "width", "guidance"},
+    "prompts": {"max_sequence_length"},
+    "learner": {"unguided"},
+}
+"""Settings that a count depends on, beside the network's own."""
 _COUNTED: dict[tuple[Any, ...], Any] = {}
 
 

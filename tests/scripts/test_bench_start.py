@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.tiny import QUICKSTART, SMALL
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_start.py"
@@ -17,6 +19,7 @@ NOT_NEEDED = {
 }
 
 
+@pytest.mark.long
 def test_every_role_has_only_the_large_libraries_that_it_needs(tmp_path: Path) -> None:
     found = tmp_path / "start.json"
     overrides = [f"run_dir={tmp_path}/run", *SMALL]
