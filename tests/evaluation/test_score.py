@@ -195,6 +195,18 @@ def test_a_scorer_that_fails_is_never_a_score(tmp_path: Path) -> None:
     assert "| bright | 2 | 2 |" in report
 
 
+def test_a_scorer_that_fails_on_the_few_there_are_is_told_by_the_exit_code(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "p", [f"{n}.png" for n in range(3)])
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nb\nc\n")
+    settings = overrides("bright") + overrides("bad", broken=True)
+    with pytest.raises(RunError, match=r"same command tries again: bad: ZeroDivisionError"):
+        run(folder, tmp_path / "out", settings, prompts)
+    rows = rows_of(tmp_path / "out").values()
+    assert [row["bad"] for row in rows] == [None] * 3
+    assert None not in {row["bright"] for row in rows}
+
+
 def test_a_scorer_that_always_fails_is_given_up_and_the_others_go_on(tmp_path: Path) -> None:
     count = 5 * score_module.CHUNK
     folder = folder_of(tmp_path / "p", [f"{n}.png" for n in range(count)])

@@ -97,11 +97,13 @@ def score(config: ScoringConfig, options: ScoreOptions) -> str:
     results.write_parquet(rewards, names)
     text = report(results, rewards, names, options.thresholds, told)
     replace_text(options.folder / "report.md", text)
-    if scoring.given_up:
-        causes = "; ".join(f"{name}: {cause}" for name, cause in scoring.given_up.items())
+    with_scores = {name for row in results.rows.values() for name in row.scores}
+    silent = {name: c for name, c in scoring.causes.items() if name not in with_scores}
+    if failed := silent | scoring.given_up:
+        causes = "; ".join(f"{name}: {cause}" for name, cause in failed.items())
         raise RunError(
-            f"given up after {FAILED_CHUNKS} failures in a row, the same command tries again: "
-            f"{causes}. What there is lies in {options.folder}"
+            f"failed on every picture of {FAILED_CHUNKS} chunks in a row, or of all; the same "
+            f"command tries again: {causes}. What there is lies in {options.folder}"
         )
     return text
 
@@ -149,6 +151,8 @@ class Scoring:
     given_up: dict[str, str] = field(default_factory=dict)
     """Rewards that are asked no more, with the last cause."""
     failed_chunks: Counter[str] = field(default_factory=Counter)
+    causes: dict[str, str] = field(default_factory=dict)
+    """Rewards that failed on a picture, with the last cause."""
     new: int = 0
     """Pictures that were scored in this pass."""
 
@@ -224,6 +228,8 @@ class Scoring:
         answers = self.judge.scores(asked)
         for name, scores in answers.items():
             failures = [it.cause for it in scores if isinstance(it, Unscored) and it.cause]
+            if failures:
+                self.causes[name] = failures[-1]
             if len(failures) < len(scores):
                 self.failed_chunks[name] = 0
                 continue
