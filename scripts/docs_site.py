@@ -38,9 +38,6 @@ MOVED = {
 UNITS = {
     "_s": "s",
     "_px": "pixels",
-    "_gib": "GiB",
-    "_mb": "MB",
-    "_bytes": "bytes",
     "threads": "threads",
     "_per_worker": "for one worker",
     "_per_rank": "for one rank",

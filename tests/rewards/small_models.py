@@ -17,20 +17,22 @@ from transformers import (
 from build_tiny_scorers import write_pickscore
 from g2rpo_ray.common.paths import resolve_path
 
+TOWER = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+TEXT = TOWER | {
+    "hidden_size": 48, "vocab_size": 567, "bos_token_id": 565, "eos_token_id": 566,
+    "pad_token_id": 0,
+}  # fmt: skip
+"""Of the tiny world's tokenizer."""
+
 
 def pickscore_options(folder: Path) -> dict[str, Any]:
     """A transformers CLIPModel with tokenizer and preprocessing, as PickScore is laid out."""
     torch.manual_seed(0)
-    tower = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
     config = CLIPConfig(
-        text_config=tower
-        | {
-            "hidden_size": 48, "vocab_size": 567, "max_position_embeddings": 12,
-            "bos_token_id": 565, "eos_token_id": 566, "pad_token_id": 0,
-        },
-        vision_config=tower | {"hidden_size": 64, "image_size": 32, "patch_size": 8},
+        text_config=TEXT | {"max_position_embeddings": 12},
+        vision_config=TOWER | {"hidden_size": 64, "image_size": 32, "patch_size": 8},
         projection_dim=32,
-    )  # fmt: skip
+    )
     write_pickscore(folder, CLIPModel(config))
     return {"path": str(folder)}
 
@@ -49,16 +51,11 @@ def aesthetic_options(folder: Path, widths: tuple[int, ...] = (64, 16, 1)) -> di
 def composition_options(folder: Path) -> dict[str, Any]:
     """A transformers OWLv2 model with tokenizer and preprocessing, and the tiny world's CLIP."""
     torch.manual_seed(2)
-    tower = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
     config = Owlv2Config(
-        text_config=tower
-        | {
-            "hidden_size": 48, "vocab_size": 567, "max_position_embeddings": 16,
-            "bos_token_id": 565, "eos_token_id": 566, "pad_token_id": 0,
-        },
-        vision_config=tower | {"hidden_size": 64, "image_size": 48, "patch_size": 8},
+        text_config=TEXT | {"max_position_embeddings": 16},
+        vision_config=TOWER | {"hidden_size": 64, "image_size": 48, "patch_size": 8},
         projection_dim=48,
-    )  # fmt: skip
+    )
     model = Owlv2ForObjectDetection(config)
     # As initialised all boxes and all classes are nearly the same.
     for head in (model.class_head, model.box_head):
