@@ -65,9 +65,11 @@ class FamilyBench(Bench):
         self.run(["iteration"])
 
     def iterations(self) -> None:
+        """As many as ``iterations`` says: the first warms up, the second is what is told."""
         self.iteration(0)
         with self.turns.mine():
-            self.iteration(1)
+            for number in range(1, self.config.iterations):
+                self.iteration(number)
             self.learner_pass()
         self.content["summary"] = self.summary()
         measuring.write_json(self.path, self.content)

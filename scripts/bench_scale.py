@@ -153,7 +153,8 @@ class Bench:
                 r.health.max_abs_log_ratio for r in update.records if r.update == 0
             )
             found["grad_norms"] = update.grad_norms
-            found["sync_s"], _ = measuring.timed(roles.sync)
+            found["sync_s"], report = measuring.timed(roles.sync)
+            found["weights_checksum"] = report.checksum
             found["iteration_s"] = time.perf_counter() - started_s
 
     def checkpoint(self) -> None:

@@ -40,11 +40,10 @@ class ModelSection(Section):
     ``single_transformer_blocks``, ``transformer_blocks.0`` or ``attn.to_q``; not with ``lora``."""
     gradient_checkpointing: bool = False
     """Recompute activations in the learner's backward pass: less memory, about a third slower."""
-    share_frozen: Literal["auto"] | bool = False
+    share_frozen: Literal["auto"] | bool = "auto"
     """With ``lora``: the roles on a card map one copy of the model's own weights. ``auto`` where
     two of them can be on one card; ``true`` everywhere, on each node's CPU as well; ``false``
-    never (until it was measured on a card). Where a system does not allow it each role loads its
-    own, and says so."""
+    never. Where a system does not allow it each role loads its own, and says so."""
     truncate_timesteps: bool = False
     """Truncate sigma * 1000 to an integer as published code does; diffusers' pipeline does not."""
 

@@ -151,12 +151,10 @@ MEASURED = {
 
 @pytest.mark.parametrize("recipe", MEASURED)
 def test_memory_against_measured_recipes(recipe: str) -> None:
-    config = load_config(QUICKSTART.parent / f"{recipe}.yaml")
+    overrides = ["model.share_frozen=false"]
     if recipe.startswith("flux_"):
-        config = load_config(
-            QUICKSTART.parent / f"{recipe}.yaml",
-            ["model.lora.rank=64", "rollout.batch_size=8", "rollout.decode_batch_size=4"],
-        )
+        overrides += ["rollout.batch_size=8", "rollout.decode_batch_size=4"]
+    config = load_config(QUICKSTART.parent / f"{recipe}.yaml", overrides)
     size, costs = policy_size(config), load_costs().of("H200")
     worker = sum(rollout_memory(config, size, costs).values())
     rank = sum(learner_memory(config, size, costs, ranks=1, rows=1).values())
