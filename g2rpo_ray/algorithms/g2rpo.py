@@ -1,5 +1,7 @@
 """G2RPO: singular stochastic sampling, completed on several granularities (arXiv 2510.01982)."""
 
+from dataclasses import replace
+
 import torch
 
 from g2rpo_ray.algorithms.base import Algorithm, Draw
@@ -42,6 +44,9 @@ class G2rpo(Algorithm):
     def counts(self, iteration: int) -> RolloutCounts:  # noqa: ARG002
         sampling, recipe = self.config.sampling, self.config.g2rpo
         thin = self.config.rollout.thin_completions
-        return count_g2rpo(
+        counts = count_g2rpo(
             sampling.steps, recipe.sde_steps, recipe.granularities, sampling.members, thin
         )
+        # Members of another update need a pass of their own over the x_k that they share.
+        passes = counts.learner_passes * self.config.learner.updates_per_iteration
+        return replace(counts, learner_passes=passes)

@@ -255,15 +255,23 @@ class Config(Section):
                 raise ValueError(f"{self.algorithm}.first is {first}; {allowed}")
 
     def _check_passes(self) -> None:
+        if self.sampling.members % self.learner.updates_per_iteration:
+            raise ValueError(
+                f"learner.updates_per_iteration is {self.learner.updates_per_iteration} and "
+                f"sampling.members is {self.sampling.members}; each update takes as many members: "
+                "use a number that divides them"
+            )
         # With "auto" the batch is known only on the card; at most it is as large as this.
         batch_size = self.rollout.batch_size
         largest = max(AUTO_BATCH_SIZES) if batch_size == "auto" else batch_size
-        together, members = self.learner.steps_per_pass, self.sampling.members
+        together = self.learner.steps_per_pass
+        members = self.sampling.members // self.learner.updates_per_iteration
         if together > 1 and self.algorithm != "g2rpo" and members > largest:
             raise ValueError(
                 f"learner.steps_per_pass is {together}, but a step of {self.algorithm} alone takes "
-                f"several passes: sampling.members is {members} and rollout.batch_size "
-                f"{batch_size}. Use steps_per_pass: 1, or a batch_size of {members}"
+                f"several passes: sampling.members is {self.sampling.members} and "
+                f"rollout.batch_size {batch_size}. Use steps_per_pass: 1, or a batch_size of "
+                f"{members}"
             )
 
     def _check_estimates(self) -> None:

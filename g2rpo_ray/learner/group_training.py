@@ -25,7 +25,7 @@ from g2rpo_ray.sampling.group import RolloutGroup
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Health of one (group, SDE step)."""
+    """Health of one (group, SDE step), or of the part of its members in an update."""
 
     group_id: int
     position: int
@@ -59,6 +59,8 @@ class _Step:
     """float32 ``[L, tokens, channels]``."""
     advantages: Tensor
     """float32 ``[M]``."""
+    members: slice
+    """Those of the part that is trained on."""
     valid: bool
     scale: float
     """Of its loss in the update's."""
@@ -68,7 +70,7 @@ class _Step:
     usable: list[Tensor] = field(default_factory=list)
 
 
-_Part = tuple[_Step, slice, slice]
+_Piece = tuple[_Step, slice, slice]
 """A step with the rows and members of it that are in a pass."""
 
 
@@ -88,7 +90,7 @@ class GroupTraining:
             batch_size: most latents in one pass of the network, the same on every rank.
         """
         self._engine, self._config, self._device = engine, config, device
-        self._batches = group.passes(batch_size)
+        self._parts = group.passes(batch_size, config.learner.updates_per_iteration)
         # What broke the network in the rollout would break it here again. It is in a dropped group:
         # as zeros it cannot spoil the gradient.
         sound = (group.latents.isfinite() & group.velocities.isfinite()).flatten(2).all(dim=2)
@@ -104,35 +106,44 @@ class GroupTraining:
     @torch.no_grad()
     def recompute_old_velocities(self) -> None:
         """Take this rank's own velocities for old, in the batches of the passes to come."""
+        rows = [rows for part in self._parts for rows, _ in part]
+        if self._group.latents.shape[1] == 1:
+            rows = rows[:1]
         self._old_velocities = torch.stack(
             [
                 torch.cat(
-                    [
-                        self._velocities([latents[rows].to(self._device)], [step.sigma])[0]
-                        for rows, _ in self._batches
-                    ]
+                    [self._velocities([x[r].to(self._device)], [step.sigma])[0] for r in rows]
                 )
-                for latents, step in zip(self._group.latents, self._group.sde_steps, strict=True)
+                for x, step in zip(self._group.latents, self._group.sde_steps, strict=True)
             ]
         )
 
     def backward(
-        self, positions: Sequence[int], *, scales: Sequence[float], update: int, last: bool
+        self,
+        positions: Sequence[int],
+        *,
+        part: int,
+        scales: Sequence[float],
+        update: int,
+        last: bool,
     ) -> list[StepRecord]:
-        """Add the gradients of some steps; ``last`` ends the accumulation.
+        """Add the gradients of some steps and one part of the members; ``last`` ends the
+        accumulation.
 
         Several steps are one pass of the network; a single one is as many as its latents need.
         """
-        steps = [self._step(p, scale) for p, scale in zip(positions, scales, strict=True)]
-        passes: list[list[_Part]] = [[(step, *batch)] for step in steps for batch in self._batches]
-        if len(self._batches) == 1:
-            passes = [[(step, *self._batches[0]) for step in steps]]
+        batches = self._parts[part]
+        members = slice(batches[0][1].start, batches[-1][1].stop)
+        steps = [self._step(p, members, s) for p, s in zip(positions, scales, strict=True)]
+        passes: list[list[_Piece]] = [[(step, *batch)] for step in steps for batch in batches]
+        if len(batches) == 1:
+            passes = [[(step, *batches[0]) for step in steps]]
         for number, parts in enumerate(passes, start=1):
             total = self._add_pass(parts, update)
             self._engine.backward(total, last=last and number == len(passes))
         return [self._record(step, update) for step in steps]
 
-    def _add_pass(self, parts: list[_Part], update: int) -> Tensor:
+    def _add_pass(self, parts: list[_Piece], update: int) -> Tensor:
         """One pass: adds to the sums of its steps, and returns the scaled loss of all of them."""
         x = [step.latents[rows] for step, rows, _ in parts]
         sigmas = [step.sde.sigma for step, _, _ in parts]
@@ -150,7 +161,7 @@ class GroupTraining:
                 self._require_finite(reference, step, rows)
             policy, divergence = self._loss(step, velocity, reference, rows, members, update)
             loss = policy.loss + self._config.learner.kl_weight * divergence
-            share = len(policy.usable) / self._group.members
+            share = len(policy.usable) * len(self._parts) / self._group.members
             total = total + loss * (share * step.scale if step.valid else 0.0)
             step.loss += float(loss.detach()) * share
             step.kl_to_reference += float(divergence.detach()) * share
@@ -159,13 +170,13 @@ class GroupTraining:
         return total
 
     def _record(self, step: _Step, update: int) -> StepRecord:
-        group, position, sizes = self._group, step.position, step.advantages.abs()
-        usable = torch.cat(step.usable)
+        group, position, usable = self._group, step.position, torch.cat(step.usable)
+        advantages = step.advantages[step.members]
         masked = int((~usable).sum())
         if step.valid and masked and self._config.advantage.on_invalid == "stop":
             raise LearnerError(
                 f"group {group.key.group_id}, SDE step {group.step_indices[position]}: the ratio "
-                f"of {masked} of {group.members} members is not finite (with "
+                f"of {masked} of {len(usable)} members is not finite (with "
                 "advantage.on_invalid: drop_group such members are left out)"
             )
         log_ratios, clip = torch.cat(step.log_ratios)[usable], self._config.learner.clip
@@ -174,12 +185,14 @@ class GroupTraining:
             position=position,
             update=update,
             loss=step.loss,
-            health=policy_health(log_ratios, step.advantages[usable], clip),
+            health=policy_health(log_ratios, advantages[usable], clip),
             kl_to_reference=step.kl_to_reference,
-            valid=step.valid and masked < group.members,
+            valid=step.valid and masked < len(usable),
             masked_members=masked,
-            advantage_abs_mean=float(sizes.mean()),
-            advantage_clamped_share=float((sizes >= self._config.advantage.clamp).float().mean()),
+            advantage_abs_mean=float(advantages.abs().mean()),
+            advantage_clamped_share=float(
+                (advantages.abs() >= self._config.advantage.clamp).float().mean()
+            ),
         )
 
     def _loss(
@@ -231,7 +244,7 @@ class GroupTraining:
             "learner.learning_rate, or with model.dtype: float32"
         )
 
-    def _step(self, position: int, scale: float) -> _Step:
+    def _step(self, position: int, members: slice, scale: float) -> _Step:
         return _Step(
             position=position,
             sde=self._group.sde_steps[position],
@@ -239,6 +252,7 @@ class GroupTraining:
             next_latents=self._group.next_latents(position).to(self._device),
             old_velocities=self._old_velocities[position].to(self._device),
             advantages=self._advantages.values[position].to(self._device),
+            members=members,
             valid=bool(self._advantages.valid[position]),
             scale=scale,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -17,7 +18,8 @@ class UpdateReport:
     """One iteration's update: of one rank, or of all."""
 
     records: list[StepRecord]
-    """Every (group, SDE step) once, in the order of group and position."""
+    """Every (group, SDE step) once in each update that it is in, in the order of group and
+    position."""
     grad_norms: list[float]
     """Before clipping, one for each optimizer step; the same on every rank."""
     learning_rate: float
@@ -49,13 +51,14 @@ def update_on_groups(
     ranks: int,
     device: torch.device,
 ) -> UpdateReport:
-    """Passes for each (prompt, SDE step); a step of the optimizer per SDE step or at the end.
+    """Passes for each (prompt, SDE step); a step of the optimizer per SDE step, or over all of them
+    for each part of the members.
 
     The loss is the mean over ``prompts`` (and over SDE steps, with ``per_iteration``), whatever the
     number of ranks: DeepSpeed averages gradients over ranks, so each rank scales by their number.
     A dropped group counts as zero; where all are dropped, the weights stay as they are. All groups
     are passed in the smallest of their batch sizes, on whichever rank: ranks make equally many
-    passes.
+    passes. Old log-probabilities are of before the first update.
 
     Args:
         weights: of this rank's groups, see ``assign``.
@@ -71,19 +74,24 @@ def update_on_groups(
     # A worker that ran out of memory, or has another card, may have drawn in smaller batches.
     batch_size = engine.smallest_of_ranks(min(group.batch_size for group in groups))
     trainings = [GroupTraining(engine, group, config, device, batch_size) for group in groups]
-    if settings.old_log_prob == "learner" and per_step:
+    if settings.old_log_prob == "learner" and (per_step or settings.updates_per_iteration > 1):
         # Before the only update of an iteration, old and new are the same forward pass.
         for training in trainings:
             training.recompute_old_velocities()
     records: list[StepRecord] = []
     grad_norms: list[float] = []
     learning_rate, learned = engine.learning_rate, False
-    for first in range(0, len(steps), settings.steps_per_pass):
+    parts, firsts = (
+        range(settings.updates_per_iteration),
+        range(0, len(steps), settings.steps_per_pass),
+    )
+    for part, first in product(parts, firsts):
         positions = range(first, min(first + settings.steps_per_pass, len(steps)))
         last_of_update = per_step or positions[-1] == len(steps) - 1
         for training, weight in zip(trainings, weights, strict=True):
             done = training.backward(
                 positions,
+                part=part,
                 scales=[weight * scales[position] for position in positions],
                 update=len(grad_norms),
                 last=last_of_update and training is trainings[-1],

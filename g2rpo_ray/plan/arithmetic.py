@@ -7,7 +7,8 @@ from g2rpo_ray.maths.granularity import RolloutCounts
 
 def updates_per_iteration(config: Config, counts: RolloutCounts) -> int:
     """Optimizer steps of an iteration."""
-    return counts.groups if config.learner.update == "per_sde_step" else 1
+    per_step = config.learner.update == "per_sde_step"
+    return counts.groups if per_step else config.learner.updates_per_iteration
 
 
 def describe(config: Config) -> str:

@@ -117,7 +117,8 @@ class Predictor:
         batch, members = self.config.rollout.planned_batch_size, self.config.sampling.members
         # Of several SDE steps in one pass, each has one batch.
         together = min(self.config.learner.steps_per_pass, counts.groups)
-        steps = math.ceil(counts.groups / together)
+        updates = self.config.learner.updates_per_iteration
+        steps = updates * math.ceil(counts.groups / together)
         if isinstance(algorithm, MemberWalks):
             # All members walk in step; before the first stochastic step they may be one latent.
             batches = math.ceil(members / batch)
@@ -125,7 +126,9 @@ class Predictor:
             shared = algorithm.shared_initial_noise
             alike = visited.index(algorithm.sde_steps(0)[0]) if shared else 0
             passes = alike + batches * (len(visited) - 1 - alike)
-            return PromptWork(counts, passes, 1, steps * batches, together * min(batch, members))
+            rows = members // updates
+            learner = steps * math.ceil(rows / batch), together * min(batch, rows)
+            return PromptWork(counts, passes, 1, *learner)
         # The anchor alone, then one queue of completions in full batches.
         anchor = self.config.sampling.steps
         passes = anchor + math.ceil((counts.evaluations - anchor) / batch)

@@ -69,17 +69,26 @@ class RolloutGroup:
     def members(self) -> int:
         return self.rewards.shape[-1]
 
-    def passes(self, batch_size: int) -> list[tuple[slice, slice]]:
-        """Passes of the network over the latents of a step, and the members that each one moves.
+    def passes(self, batch_size: int, parts: int = 1) -> list[list[tuple[slice, slice]]]:
+        """Of every part of the members, the passes of the network over the latents of a step, each
+        with the members that it moves.
 
-        With the group's own ``batch_size`` they are the rollout's, and both sides round alike.
-        Where the members share x_k, a single evaluation moves them all.
+        Of a single part, with the group's own ``batch_size``, they are the rollout's, and both
+        sides round alike. Where the members share x_k, a single evaluation moves them all.
+
+        Args:
+            parts: as many members in each; it divides their number.
         """
-        rows = self.latents.shape[1]
-        if rows == 1:
-            return [(slice(0, 1), slice(0, self.members))]
-        starts = range(0, rows, batch_size)
-        return [(part, part) for part in (slice(s, min(s + batch_size, rows)) for s in starts)]
+        size, shared = self.members // parts, self.latents.shape[1] == 1
+        ends = range(size, self.members + 1, size)
+        if shared:
+            return [[(slice(0, 1), slice(end - size, end))] for end in ends]
+        starts = [range(end - size, end, batch_size) for end in ends]
+        passes = [
+            [slice(s, min(s + batch_size, end)) for s in start]
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        return [[(rows, rows) for rows in part] for part in passes]
 
     def next_latents(self, position: int) -> Tensor:
         """float32 ``[M, tokens, channels]``: x_{k+1} of every member, re-made from the seeds.

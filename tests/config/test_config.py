@@ -237,6 +237,14 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["learner.steps_per_pass is 2", "rollout.batch_size auto"],
         ),
         (
+            ["learner.updates_per_iteration=3"],
+            ["learner.updates_per_iteration is 3", "sampling.members is 8", "divides them"],
+        ),
+        (
+            ["learner.updates_per_iteration=2", "learner.update=per_sde_step"],
+            ["learner: updates_per_iteration is 2", "use update: per_iteration"],
+        ),
+        (
             ["algorithm=mix_grpo", "mix_grpo.stride=2"],
             ["mix_grpo.stride is 2", "last place is 1", "would never move"],
         ),
@@ -269,6 +277,12 @@ def test_impossible_combination(overrides: list[str], named: list[str]) -> None:
         # Members that share x_k, or fit into one batch, are one pass of a step.
         ["learner.steps_per_pass=2", "rollout.batch_size=4"],
         ["algorithm=flow_grpo", "learner.steps_per_pass=2", "rollout.batch_size=8"],
+        [
+            "algorithm=flow_grpo",
+            "learner.steps_per_pass=2",
+            "learner.updates_per_iteration=4",
+            "rollout.batch_size=2",
+        ],
         # A window over the whole schedule has one place, whatever the stride.
         ["algorithm=mix_grpo", "mix_grpo.window=5"],
         ["algorithm=mix_grpo", "mix_grpo.window=3", "mix_grpo.stride=2"],
