@@ -54,6 +54,7 @@ ROWS: dict[str, list[str]] = {
     "MixGRPO": ["algorithm=mix_grpo", "mix_grpo.window=2", "mix_grpo.shift_interval=10"],
     "Flow-GRPO": ["algorithm=flow_grpo"],
     "DanceGRPO": ["algorithm=dance_grpo", "sampling.sde=dance", "sampling.eta=0.3"],
+    "DiffusionNFT": ["algorithm=diffusion_nft"],
 }
 """Table row -> settings on top of the quickstart's."""
 
@@ -130,7 +131,9 @@ class Training:
     def __init__(self, config: Config) -> None:
         self.config, self.worker = config, local_worker(config)
         measuring.join_alone(self.worker.device)
-        self.engine = LearnerEngine(load_policy(config), config.learner)
+        self.engine = LearnerEngine(
+            load_policy(config), config.learner, old_policy=config.draws_average
+        )
         self.encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
         self.texts = read_config_prompts(config, config.prompts.train)
         self.order = PromptOrder(

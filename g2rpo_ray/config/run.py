@@ -18,6 +18,7 @@ from g2rpo_ray.config.operation import (
 from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RolloutSection
 from g2rpo_ray.config.sampling import (
     DanceGrpoSection,
+    DiffusionNftSection,
     FlowGrpoSection,
     G2rpoSection,
     MixGrpoSection,
@@ -35,7 +36,7 @@ class Config(Section):
     """Seed of everything random: prompt order, initial noise, branch noise."""
     iterations: int = Field(..., ge=1, lt=10**6)
     """Iterations to train: generate, learn, sync."""
-    algorithm: Literal["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"] = "g2rpo"
+    algorithm: Literal["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo", "diffusion_nft"] = "g2rpo"
     """How the rollout is made; the section of the same name has its settings."""
     pipeline: Literal["sync", "one_step_off"] = "sync"
     """``one_step_off`` draws the next groups with the weights of before while the learner works."""
@@ -49,6 +50,7 @@ class Config(Section):
     mix_grpo: MixGrpoSection = MixGrpoSection()
     flow_grpo: FlowGrpoSection = FlowGrpoSection()
     dance_grpo: DanceGrpoSection = DanceGrpoSection()
+    diffusion_nft: DiffusionNftSection = DiffusionNftSection()
     rollout: RolloutSection = RolloutSection()
     rewards: dict[str, RewardSection] = Field(..., min_length=1)
     advantage: AdvantageSection = AdvantageSection()
@@ -69,6 +71,16 @@ class Config(Section):
         """The rewards whose advantages are trained on, in a fixed order."""
         return {n: r for n, r in sorted(self.rewards.items()) if r.weight > 0}
 
+    @property
+    def draws_average(self) -> bool:
+        """Whether pictures are drawn by a moving average of the policy in training."""
+        return self.algorithm == "diffusion_nft"
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether the learner keeps a moving average of its fp32 weights."""
+        return self.draws_average or self.learner.ema_decay is not None
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_secrets(cls, tree: Any) -> Any:
@@ -80,6 +92,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_steps()
+        self._check_forward_process()
         if self.learner.kl_weight > 0 and self.model.lora is None:
             raise ValueError(
                 f"learner.kl_weight is {self.learner.kl_weight} and model.lora is not set; the "
@@ -249,10 +262,35 @@ class Config(Section):
                     f"mix_grpo.stride is {self.mix_grpo.stride} and the window's last place is "
                     f"{last_place}: it would never move; use a smaller stride or window ({allowed})"
                 )
-        else:
+        elif self.algorithm in ("flow_grpo", "dance_grpo"):
             first = getattr(self, self.algorithm).first
             if first is not None and first > steps - 1:
                 raise ValueError(f"{self.algorithm}.first is {first}; {allowed}")
+
+    def _check_forward_process(self) -> None:
+        if self.algorithm != "diffusion_nft":
+            return
+        times, learner = self.diffusion_nft.times_per_picture, self.learner
+        if times > self.sampling.steps:
+            raise ValueError(
+                f"diffusion_nft.times_per_picture is {times} and sampling.steps is "
+                f"{self.sampling.steps}; there are no more noise levels than steps"
+            )
+        wanted = {"update": "per_iteration", "ema_decay": None, "old_log_prob": "rollout",
+                  "step_weight": "uniform", "normalise_ratio": False}  # fmt: skip
+        why = {
+            "update": "it has no SDE steps",
+            "ema_decay": "its old policy is the one moving average that is kept",
+            "old_log_prob": "the old policy is the rollout's, and there is no log-probability",
+            "step_weight": "it has no SDE steps",
+            "normalise_ratio": "it has no ratio",
+        }
+        for key, value in wanted.items():
+            if (found := getattr(learner, key)) != value:
+                raise ValueError(
+                    f"learner.{key} is {found} and algorithm is diffusion_nft: {why[key]}; use "
+                    f"learner.{key}={str(value).lower() if value in (None, False) else value}"
+                )
 
     def _check_passes(self) -> None:
         if self.sampling.members % self.learner.updates_per_iteration:

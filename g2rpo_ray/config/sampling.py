@@ -110,6 +110,32 @@ class FlowGrpoSection(Section):
         return self
 
 
+class DiffusionNftSection(Section):
+    """Pictures by ODE, trained on their forward process (DiffusionNFT, arXiv 2509.16117).
+
+    The policy that draws is a moving average of the one in training: its share of itself after an
+    iteration is ``min(decay_rate * (updates - decay_after), decay_limit)``, and 0 before.
+    """
+
+    times_per_picture: int = Field(4, ge=1)
+    """K: noise levels that a picture is trained at, of the schedule's, drawn anew for each."""
+    beta: float = Field(1.0, gt=0)
+    """Distance of the two implicit policies from the old one: ``v+- = (1 -+ beta) v_old +- beta
+    v``. Smaller is faster and less stable."""
+    adaptive_weight: bool = True
+    """Weigh a picture's error by its own size, as published; else all are squared alike."""
+    decay_rate: float = Field(0.001, ge=0)
+    """Growth of the share for each update."""
+    decay_after: int = Field(0, ge=0)
+    """Updates up to which the old policy is the trained one."""
+    decay_limit: float = Field(0.5, ge=0, lt=1)
+    """Largest share."""
+
+    def decay(self, updates: int) -> float:
+        """The share after so many updates."""
+        return min(max(0.0, self.decay_rate * (updates - self.decay_after)), self.decay_limit)
+
+
 class DanceGrpoSection(FlowGrpoSection):
     """As ``flow_grpo`` with DanceGRPO's choices (arXiv 2505.07818); its stochastic step is
     ``sampling.sde: dance``."""

@@ -8,6 +8,7 @@ import torch
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerEngine
+from g2rpo_ray.learner.forward_training import ForwardTraining
 from g2rpo_ray.learner.group_training import GroupTraining, StepRecord
 from g2rpo_ray.maths.objective import step_weights
 from g2rpo_ray.sampling.group import RolloutGroup
@@ -67,13 +68,16 @@ def update_on_groups(
     Raises:
         LearnerError: the network's prediction is not finite; or a ratio, and the run is to stop.
     """
-    settings, steps = config.learner, groups[0].sde_steps
+    settings, steps = config.learner, groups[0].step_indices
     per_step = settings.update == "per_sde_step"
     scale = ranks / prompts / (1 if per_step else len(steps))
-    scales = [weight * scale for weight in step_weights(steps, settings.step_weight)]
+    forward = groups[0].times is not None
+    step_weight = step_weights(groups[0].sde_steps, settings.step_weight)
+    scales = [weight * scale for weight in ([1.0] * len(steps) if forward else step_weight)]
     # A worker that ran out of memory, or has another card, may have drawn in smaller batches.
     batch_size = engine.smallest_of_ranks(min(group.batch_size for group in groups))
-    trainings = [GroupTraining(engine, group, config, device, batch_size) for group in groups]
+    kind = ForwardTraining if forward else GroupTraining
+    trainings = [kind(engine, group, config, device, batch_size) for group in groups]
     if settings.old_log_prob == "learner" and (per_step or settings.updates_per_iteration > 1):
         # Before the only update of an iteration, old and new are the same forward pass.
         for training in trainings:
@@ -104,4 +108,6 @@ def update_on_groups(
             nowhere = engine.smallest_of_ranks(0 if learned else 1) == 1
             grad_norms.append(engine.step(hold=nowhere))
             learned = False
+    if forward:
+        engine.move_old_policy(config.diffusion_nft.decay(engine.updates))
     return UpdateReport(records, grad_norms, learning_rate)

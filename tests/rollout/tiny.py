@@ -21,6 +21,7 @@ from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
 from g2rpo_ray.sampling.sampler import Sampler
 
 ALGORITHMS = ["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"]
+"""Those whose objective is a ratio's."""
 LATENT_SIZE = 2
 """Rows and columns of tokens."""
 
@@ -87,7 +88,7 @@ def draw_group(
     sampler = tiny_sampler(policy, config)
     draw = make_algorithm(config).draw(sampler, prompt.embeds, key, iteration)
     rewards = torch.full(
-        (1, draw.granularities, len(draw.sde_steps), config.sampling.members), torch.nan
+        (1, draw.granularities, len(draw.step_indices), config.sampling.members), torch.nan
     )
     for positions, x0 in draw.finished:
         rewards[0][:, positions] = x0.sum(dim=(-2, -1))[:, None]
@@ -104,6 +105,7 @@ def draw_group(
         reward_names=["oracle"],
         evaluations=sampler.exact.evaluations,
         batch_size=sampler.exact.batch_size,
+        times=draw.times,
     )
 
 
@@ -121,6 +123,9 @@ class PlainEngine:
     """``last`` of every backward pass."""
     held: list[bool] = field(default_factory=list)
     """``hold`` of every step."""
+    old_policy_decays: list[float] = field(default_factory=list)
+    """Of every move of the old policy."""
+    updates: int = 0
 
     def __call__(self, *args: Any) -> Tensor:
         velocity: Tensor = self.policy(*args)
@@ -133,9 +138,13 @@ class PlainEngine:
         loss.backward()
         self.ended.append(last)
 
+    def move_old_policy(self, decay: float) -> None:
+        self.old_policy_decays.append(decay)
+
     @torch.no_grad()
     def step(self, *, hold: bool = False) -> float:
         self.held.append(hold)
+        self.updates += 1
         gradient = {}
         for name, parameter in self.policy.transformer.named_parameters():
             if parameter.grad is not None:
