@@ -51,6 +51,7 @@ ROWS: dict[str, list[str]] = {
     "G2RPO Λ={1}": ["algorithm=g2rpo", "g2rpo.granularities=[1]"],
     "G2RPO Λ={1,2}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2]"],
     "G2RPO Λ={1,2,3}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2,3]"],
+    "E-GRPO": ["algorithm=e_grpo", "e_grpo.first=4"],
     "MixGRPO": ["algorithm=mix_grpo", "mix_grpo.window=2", "mix_grpo.shift_interval=10"],
     "Flow-GRPO": ["algorithm=flow_grpo"],
     "DanceGRPO": ["algorithm=dance_grpo", "sampling.sde=dance", "sampling.eta=0.3"],

@@ -19,12 +19,16 @@ from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RolloutSection
 from g2rpo_ray.config.sampling import (
     DanceGrpoSection,
     DiffusionNftSection,
+    EGrpoSection,
     FlowGrpoSection,
     G2rpoSection,
     MixGrpoSection,
     SamplingSection,
 )
 from g2rpo_ray.rewards.section import RewardSection
+
+BRANCHING = ("g2rpo", "e_grpo")
+"""Algorithms whose members share x_k, and are completed by evaluations that are not trained on."""
 
 
 class Config(Section):
@@ -36,7 +40,9 @@ class Config(Section):
     """Seed of everything random: prompt order, initial noise, branch noise."""
     iterations: int = Field(..., ge=1, lt=10**6)
     """Iterations to train: generate, learn, sync."""
-    algorithm: Literal["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo", "diffusion_nft"] = "g2rpo"
+    algorithm: Literal[
+        "g2rpo", "e_grpo", "mix_grpo", "flow_grpo", "dance_grpo", "diffusion_nft"
+    ] = "g2rpo"
     """How the rollout is made; the section of the same name has its settings."""
     pipeline: Literal["sync", "one_step_off"] = "sync"
     """``one_step_off`` draws the next groups with the weights of before while the learner works."""
@@ -47,6 +53,7 @@ class Config(Section):
     prompts: PromptsSection
     sampling: SamplingSection = SamplingSection()
     g2rpo: G2rpoSection = G2rpoSection()
+    e_grpo: EGrpoSection = EGrpoSection()
     mix_grpo: MixGrpoSection = MixGrpoSection()
     flow_grpo: FlowGrpoSection = FlowGrpoSection()
     dance_grpo: DanceGrpoSection = DanceGrpoSection()
@@ -262,7 +269,7 @@ class Config(Section):
                     f"mix_grpo.stride is {self.mix_grpo.stride} and the window's last place is "
                     f"{last_place}: it would never move; use a smaller stride or window ({allowed})"
                 )
-        elif self.algorithm in ("flow_grpo", "dance_grpo"):
+        elif self.algorithm in ("e_grpo", "flow_grpo", "dance_grpo"):
             first = getattr(self, self.algorithm).first
             if first is not None and first > steps - 1:
                 raise ValueError(f"{self.algorithm}.first is {first}; {allowed}")
@@ -304,7 +311,7 @@ class Config(Section):
         largest = max(AUTO_BATCH_SIZES) if batch_size == "auto" else batch_size
         together = self.learner.steps_per_pass
         members = self.sampling.members // self.learner.updates_per_iteration
-        if together > 1 and self.algorithm != "g2rpo" and members > largest:
+        if together > 1 and self.algorithm not in BRANCHING and members > largest:
             raise ValueError(
                 f"learner.steps_per_pass is {together}, but a step of {self.algorithm} alone takes "
                 f"several passes: sampling.members is {self.sampling.members} and "
@@ -315,12 +322,13 @@ class Config(Section):
     def _check_estimates(self) -> None:
         rollout, granularities = self.rollout, self.g2rpo.granularities
         for key in ("fp8", "thin_completions"):
-            if getattr(rollout, key) and self.algorithm != "g2rpo":
+            if getattr(rollout, key) and self.algorithm not in BRANCHING:
                 raise ValueError(
                     f"rollout.{key} is true and algorithm is {self.algorithm}: only algorithm: "
-                    "g2rpo has evaluations that are not trained on"
+                    "g2rpo and e_grpo have evaluations that are not trained on"
                 )
-        if rollout.thin_completions and 1 not in granularities:
+        thin = rollout.thin_completions and self.algorithm == "g2rpo"
+        if thin and 1 not in granularities:
             raise ValueError(
                 f"rollout.thin_completions is true and g2rpo.granularities is {granularities}; it "
                 "changes granularity 1 alone"

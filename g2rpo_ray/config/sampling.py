@@ -55,6 +55,16 @@ class G2rpoSection(Section):
     """Lambda: step sizes of the completions; 1 keeps every step."""
 
 
+class EGrpoSection(Section):
+    """Steps of low entropy merged into one stochastic step (E-GRPO, arXiv 2601.00423)."""
+
+    first: int = Field(8, ge=1)
+    """Stochastic steps begin among the schedule's first ones, one where the one before ends."""
+    entropy_threshold: float = Field(2.2, gt=0)
+    """tau: a stochastic step takes in the next steps until e^h of its noise is at least this, where
+    h is the entropy in nats an element: ``sqrt(2 pi e)`` times the noise's standard deviation."""
+
+
 class MixGrpoSection(Section):
     """SDE steps inside a sliding window, ODE outside (MixGRPO, arXiv 2507.21802).
 

@@ -20,7 +20,7 @@ from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
 from g2rpo_ray.sampling.sampler import Sampler
 
-ALGORITHMS = ["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"]
+ALGORITHMS = ["g2rpo", "e_grpo", "mix_grpo", "flow_grpo", "dance_grpo"]
 """Those whose objective is a ratio's."""
 LATENT_SIZE = 2
 """Rows and columns of tokens."""
@@ -36,6 +36,7 @@ def tiny_config(algorithm: str, **sections: dict[str, Any]) -> Config:
         "prompts": {"train": "unused", "heldout": "unused"},
         "sampling": {"steps": 6, "members": 4, "prompts_per_iteration": 2},
         "g2rpo": {"sde_steps": [0, 1, 2]},
+        "e_grpo": {"first": 4},
         "mix_grpo": {"window": 2, "shift_interval": 1},
         "rollout": {"batch_size": 3},
         "rewards": {"oracle": {"kind": "oracle"}},
