@@ -283,20 +283,17 @@ class Config(Section):
                 f"diffusion_nft.times_per_picture is {times} and sampling.steps is "
                 f"{self.sampling.steps}; there are no more noise levels than steps"
             )
-        wanted = {"update": "per_iteration", "ema_decay": None, "old_log_prob": "rollout",
-                  "step_weight": "uniform", "normalise_ratio": False}  # fmt: skip
-        why = {
-            "update": "it has no SDE steps",
-            "ema_decay": "its old policy is the one moving average that is kept",
-            "old_log_prob": "the old policy is the rollout's, and there is no log-probability",
-            "step_weight": "it has no SDE steps",
-            "normalise_ratio": "it has no ratio",
-        }
-        for key, value in wanted.items():
+        for key, value, why in (
+            ("update", "per_iteration", "it has no SDE steps"),
+            ("step_weight", "uniform", "it has no SDE steps"),
+            ("old_log_prob", "rollout", "it has no log-probability, the rollout's policy is old"),
+            ("normalise_ratio", False, "it has no ratio"),
+            ("ema_decay", None, "the one moving average that is kept is its old policy"),
+        ):
             if (found := getattr(learner, key)) != value:
                 raise ValueError(
-                    f"learner.{key} is {found} and algorithm is diffusion_nft: {why[key]}; use "
-                    f"learner.{key}={str(value).lower() if value in (None, False) else value}"
+                    f"learner.{key} is {found} and algorithm is diffusion_nft: {why}; use "
+                    f"learner.{key}={'null' if value is None else str(value).lower()}"
                 )
 
     def _check_passes(self) -> None:
