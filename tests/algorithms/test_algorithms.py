@@ -83,9 +83,9 @@ def test_e_grpo_merges_steps_until_their_entropy_is_enough() -> None:
     """sqrt(2 pi e) a sqrt(t / (1 - t) dt) by hand, with t = 3 u / (1 + 2 u), u = 1 - k / 16."""
 
     def exp_entropy(start: int, end: int) -> float:
-        now, then = (3 * (1 - k / 16) / (1 + 2 * (1 - k / 16)) for k in (start, end))
-        # At t = 1 the next level stands in for the pole.
-        noise = 0.7 * math.sqrt(now / (1 - (now if start else then)))
+        now, first, then = (3 * (1 - k / 16) / (1 + 2 * (1 - k / 16)) for k in (start, 1, end))
+        # At t = 1 the schedule's second level stands in for the pole.
+        noise = 0.7 * math.sqrt(now / (1 - (now if start else first)))
         return math.sqrt(2 * math.pi * math.e * (now - then)) * noise
 
     algorithm = EGrpo(tiny_config("e_grpo", sampling=PAPER, e_grpo={"first": 8}))
@@ -95,9 +95,11 @@ def test_e_grpo_merges_steps_until_their_entropy_is_enough() -> None:
         assert exp_entropy(span.start, span.stop) >= 2.2
         assert len(span) == 1 or exp_entropy(span.start, span.stop - 1) < 2.2
     assert algorithm.trained_in_words(0) == "0, 1, 2+3, 4+5, 6+7+8"
-    high = {"first": 8, "entropy_threshold": 9.0}
-    spans = EGrpo(tiny_config("e_grpo", sampling=PAPER, e_grpo=high)).spans()
-    assert [list(span) for span in spans] == [list(range(15))]
+    for threshold, ends in ((3.0, [2, 4, 8]), (99.0, [15])):
+        high = {"first": 8, "entropy_threshold": threshold}
+        spans = EGrpo(tiny_config("e_grpo", sampling=PAPER, e_grpo=high)).spans()
+        assert [span.stop for span in spans] == ends
+        assert all(exp_entropy(s.start, s.stop) >= threshold for s in spans if threshold < 99)
     low = {"first": 8, "entropy_threshold": 0.1}
     spans = EGrpo(tiny_config("e_grpo", sampling=PAPER, e_grpo=low)).spans()
     assert [list(span) for span in spans] == [[k] for k in range(8)]

@@ -60,7 +60,8 @@ COMMON = {
     "learner.old_log_prob": "rollout",
     "model.truncate_timesteps": False,
 }
-"""What all papers have that no entry of its own says otherwise of, or what their public code has for FLUX where they say nothing."""
+"""What all papers have, or what their public code has for FLUX where they say nothing; one that
+differs says so below."""
 PAPERS = {
     # arXiv 2510.01982: 720 x 720, 16 steps with shift 3, eta 0.7, first 8 steps one at a time, 12
     # branches, a prompt on each of 16 cards, advantages cut at 5, ratio clip 1e-4.
@@ -93,14 +94,16 @@ PAPERS = {
         "sampling.steps": 25, "sampling.shift": 3.0, "sampling.sde": "dance", "sampling.eta": 0.3,
         "sampling.members": 12, "sampling.prompts_per_iteration": 32,
         "dance_grpo.trained_steps": "random", "dance_grpo.fraction": 0.6,
-        "dance_grpo.shared_initial_noise": True, "learner.learning_rate": 1e-5,
+        "dance_grpo.shared_initial_noise": True, "learner.updates_per_iteration": 4,
+        "learner.learning_rate": 1e-5,
     },
     # arXiv 2507.21802: 25 steps with shift 3, a window of 4 that moves by 1 every 25 iterations.
     "flux_mix_grpo": {
         "sampling.steps": 25, "sampling.shift": 3.0, "sampling.sde": "flow", "sampling.eta": 0.7,
         "sampling.members": 12, "sampling.prompts_per_iteration": 32, "mix_grpo.window": 4,
         "mix_grpo.schedule": "progressive", "mix_grpo.shift_interval": 25, "mix_grpo.stride": 1,
-        "mix_grpo.shared_initial_noise": True, "learner.learning_rate": 1e-5,
+        "mix_grpo.shared_initial_noise": True, "learner.updates_per_iteration": 4,
+        "learner.learning_rate": 1e-5,
     },
     # arXiv 2505.05470: 6 steps in training and 28 in evaluation, noise at every step of 0.7 to 0.9,
     # 48 groups of 24 at 512 x 512, each member from noise of its own.
