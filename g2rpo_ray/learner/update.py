@@ -71,12 +71,12 @@ def update_on_groups(
     settings, steps = config.learner, groups[0].step_indices
     per_step = settings.update == "per_sde_step"
     scale = ranks / prompts / (1 if per_step else len(steps))
-    forward = groups[0].times is not None
-    step_weight = step_weights(groups[0].sde_steps, settings.step_weight)
-    scales = [weight * scale for weight in ([1.0] * len(steps) if forward else step_weight)]
+    # Levels of the forward process weigh alike.
+    step_weight = step_weights(groups[0].sde_steps, settings.step_weight) or [1.0] * len(steps)
+    scales = [weight * scale for weight in step_weight]
     # A worker that ran out of memory, or has another card, may have drawn in smaller batches.
     batch_size = engine.smallest_of_ranks(min(group.batch_size for group in groups))
-    kind = ForwardTraining if forward else GroupTraining
+    kind = GroupTraining if groups[0].times is None else ForwardTraining
     trainings = [kind(engine, group, config, device, batch_size) for group in groups]
     if settings.old_log_prob == "learner" and (per_step or settings.updates_per_iteration > 1):
         # Before the only update of an iteration, old and new are the same forward pass.
@@ -85,11 +85,8 @@ def update_on_groups(
     records: list[StepRecord] = []
     grad_norms: list[float] = []
     learning_rate, learned = engine.learning_rate, False
-    parts, firsts = (
-        range(settings.updates_per_iteration),
-        range(0, len(steps), settings.steps_per_pass),
-    )
-    for part, first in product(parts, firsts):
+    firsts = range(0, len(steps), settings.steps_per_pass)
+    for part, first in product(range(settings.updates_per_iteration), firsts):
         positions = range(first, min(first + settings.steps_per_pass, len(steps)))
         last_of_update = per_step or positions[-1] == len(steps) - 1
         for training, weight in zip(trainings, weights, strict=True):
@@ -108,6 +105,6 @@ def update_on_groups(
             nowhere = engine.smallest_of_ranks(0 if learned else 1) == 1
             grad_norms.append(engine.step(hold=nowhere))
             learned = False
-    if forward:
+    if config.draws_average:
         engine.move_old_policy(config.diffusion_nft.decay(engine.updates))
     return UpdateReport(records, grad_norms, learning_rate)
