@@ -2,6 +2,7 @@
 
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ COMMON = {
 }
 """What all papers have, or what their public code has for FLUX where they say nothing; one that
 differs says so below."""
-PAPERS = {
+PAPERS: dict[str, dict[str, Any]] = {
     # arXiv 2510.01982: 720 x 720, 16 steps with shift 3, eta 0.7, first 8 steps one at a time, 12
     # branches, a prompt on each of 16 cards, advantages cut at 5, ratio clip 1e-4.
     "flux_g2rpo": {
