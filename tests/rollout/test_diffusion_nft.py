@@ -151,6 +151,36 @@ def test_at_the_old_policy_the_gradient_is_the_advantages_whatever_beta(beta: fl
     assert (found - wanted).norm() < 1e-4 * wanted.norm()
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_away_from_the_old_policy_the_updates_loss_is_the_papers(adaptive: bool) -> None:
+    config = nft(diffusion_nft={"adaptive_weight": adaptive})
+    group = draw_group(tiny_policy(), config)
+    policy = tiny_policy()
+    with torch.no_grad():
+        policy.transformer.proj_out.weight.mul_(1.5)
+    records = update(PlainEngine(policy, learning_rate=0.0), [group], config).records
+    rewards = group.rewards[0, 0, 0].double()
+    r = 0.5 + (rewards - rewards.mean()) / (rewards.std() + 1e-8) / 10
+    assert group.times is not None
+    for position, record in enumerate(records):
+        noised, target = group.noised(position)
+        t = group.times[position].double()
+        with torch.no_grad():
+            v = policy(noised, group.times[position], group.prompt.embeds).double()
+        old = group.velocities[position].double()
+        assert float((v - old).abs().mean()) > 0.1
+        total = 0.0
+        for share, implicit in ((r, 0.6 * old + 0.4 * v), (1 - r, 1.4 * old - 0.4 * v)):
+            # Of the clean picture, which is what the paper's weight is of.
+            clean = noised.double() - t[:, None, None] * implicit
+            error = clean - group.latents[0].double()
+            squares = (error**2).mean(dim=(1, 2)) / error.abs().mean(dim=(1, 2))
+            if not adaptive:
+                squares = ((implicit - target.double()) ** 2).mean(dim=(1, 2))
+            total += float((share * squares).mean())
+        assert record.loss == pytest.approx(5 / 0.4 * total, rel=1e-4)
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_the_velocity_before_the_first_update_is_the_old_one(batch_size: int) -> None:
     config, policy = nft(rollout={"batch_size": batch_size}), tiny_policy()
