@@ -51,9 +51,11 @@ ROWS: dict[str, list[str]] = {
     "G2RPO Λ={1}": ["algorithm=g2rpo", "g2rpo.granularities=[1]"],
     "G2RPO Λ={1,2}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2]"],
     "G2RPO Λ={1,2,3}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2,3]"],
+    "E-GRPO": ["algorithm=e_grpo", "e_grpo.first=4"],
     "MixGRPO": ["algorithm=mix_grpo", "mix_grpo.window=2", "mix_grpo.shift_interval=10"],
     "Flow-GRPO": ["algorithm=flow_grpo"],
     "DanceGRPO": ["algorithm=dance_grpo", "sampling.sde=dance", "sampling.eta=0.3"],
+    "DiffusionNFT": ["algorithm=diffusion_nft"],
 }
 """Table row -> settings on top of the quickstart's."""
 
@@ -130,7 +132,9 @@ class Training:
     def __init__(self, config: Config) -> None:
         self.config, self.worker = config, local_worker(config)
         measuring.join_alone(self.worker.device)
-        self.engine = LearnerEngine(load_policy(config), config.learner)
+        self.engine = LearnerEngine(
+            load_policy(config), config.learner, old_policy=config.draws_average
+        )
         self.encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
         self.texts = read_config_prompts(config, config.prompts.train)
         self.order = PromptOrder(
@@ -228,13 +232,16 @@ def run_all(jobs: Sequence[Job], processes: int, keep: Path | None = None) -> li
 
 
 def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, float]:
-    """Of each row; where they are to be tuned, from the file, which is written if need be.
+    """Of each row; where they are to be tuned, from the file, to which missing rows are added.
 
     The best is that of the highest mean gain of the trained rewards.
     """
     if options.tuning is None:
         return dict.fromkeys(options.rows, options.learning_rates[0])
-    if not options.tuning.exists():
+    known: dict[str, float] = {}
+    if options.tuning.exists():
+        known = json.loads(options.tuning.read_text())
+    if missing := [row for row in options.rows if row not in known]:
         tuned = replace(
             template,
             seed=TUNING_SEED,
@@ -244,17 +251,16 @@ def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, floa
         )
         jobs = [
             replace(tuned, row=row, learning_rate=rate)
-            for row in options.rows
+            for row in missing
             for rate in options.learning_rates
         ]
-        best: dict[str, float] = {}
         # The best comes last.
         for result in sorted(run_all(jobs, options.processes), key=_trained_gain):
             row, rate = result.job.row, result.job.learning_rate
             print(f"tuning {row:<16} lr {rate:g}: {_trained_gain(result):+.4f}")
-            best[row] = rate
-        measuring.write_json(options.tuning, {row: best[row] for row in options.rows})
-    return dict(json.loads(options.tuning.read_text()))
+            known[row] = rate
+        measuring.write_json(options.tuning, known)
+    return known
 
 
 def _trained_gain(result: Result) -> float:
@@ -406,18 +412,18 @@ def main() -> int:
         every=options.every,
         overrides=[f"evaluation.prompts={options.heldout}"],
     )
-    rates = learning_rates(options, template)
-    jobs = [
-        replace(template, row=row, learning_rate=rates[row], seed=seed)
-        for row in options.rows
-        for seed in options.seeds
-    ]
-    if not jobs:
-        return 0
     if options.runs:
         runs = json.loads(options.runs.read_text())["runs"]
         results = TypeAdapter(list[Result]).validate_python(runs)
     else:
+        rates = learning_rates(options, template)
+        jobs = [
+            replace(template, row=row, learning_rate=rates[row], seed=seed)
+            for row in options.rows
+            for seed in options.seeds
+        ]
+        if not jobs:
+            return 0
         results = run_all(jobs, options.processes, options.json)
     try:
         report = make_report(results, options)

@@ -19,11 +19,11 @@ class Draw:
     """One prompt drawn by an algorithm; see RolloutGroup for the meaning of the dimensions."""
 
     sde_steps: list[SdeStep]
-    """K trained stochastic steps."""
+    """K trained stochastic steps; none with ``times``."""
     step_indices: list[int]
-    """K indices into the schedule."""
+    """K indices into the schedule; 0 to K - 1 with ``times``."""
     latents: Tensor
-    """float32 ``[K, L, tokens, channels]``: x_k."""
+    """float32 ``[K, L, tokens, channels]``: x_k; ``[1, M, ...]`` x_0 with ``times``."""
     velocities: Tensor
     """float32 ``[K, L, tokens, channels]``."""
     granularities: int
@@ -31,6 +31,8 @@ class Draw:
     finished: Iterator[tuple[list[int], Tensor]]
     """Lazily: (positions among the K steps that these results reward,
     x_0 float32 ``[granularities, M, tokens, channels]``); together they cover every position."""
+    times: Tensor | None = None
+    """float32 ``[K, M]``: noise levels of the forward process, where that is trained on."""
 
 
 class Algorithm(ABC):
@@ -53,3 +55,11 @@ class Algorithm(ABC):
     @abstractmethod
     def counts(self, iteration: int) -> RolloutCounts:
         """What one prompt costs."""
+
+    def trained_in_words(self, iteration: int) -> str:
+        """What is trained, for people."""
+        return ", ".join(map(str, self.trained_steps(iteration)))
+
+    def noise_in_words(self) -> str:
+        """How pictures are drawn, for people."""
+        return f"{self.config.sampling.sde} SDE, eta {self.config.sampling.eta:g}"

@@ -64,7 +64,10 @@ class LearnerSection(Section):
     """Compile the transformer's blocks with torch.compile. Its rounding may differ from the
     rollout's: compile both, or set ``old_log_prob: learner``."""
     update: Literal["per_sde_step", "per_iteration"] = "per_sde_step"
-    """One optimizer step per SDE step, or one per iteration over all of them."""
+    """One optimizer step per SDE step, or ``updates_per_iteration`` over all of them."""
+    updates_per_iteration: int = Field(1, ge=1)
+    """With ``update: per_iteration``: optimizer steps of an iteration, each over as many members
+    of every prompt, in their order, and all SDE steps; it divides ``sampling.members``."""
     steps_per_pass: int = Field(1, ge=1)
     """SDE steps of a prompt in one pass of the network, with ``update: per_iteration`` and where
     one step is one pass (members share x_k, or fit into ``rollout.batch_size``). Above 1 is faster
@@ -135,6 +138,11 @@ class LearnerSection(Section):
             raise ValueError(
                 f"steps_per_pass is {self.steps_per_pass} and update is per_sde_step; steps that "
                 "are updates of their own cannot share a pass: use update: per_iteration"
+            )
+        if self.updates_per_iteration > 1 and self.update == "per_sde_step":
+            raise ValueError(
+                f"updates_per_iteration is {self.updates_per_iteration} and update is "
+                "per_sde_step, which makes one of each SDE step: use update: per_iteration"
             )
         if (self.schedule == "constant") != (self.decay_updates is None):
             raise ValueError(

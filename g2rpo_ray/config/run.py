@@ -18,12 +18,17 @@ from g2rpo_ray.config.operation import (
 from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RolloutSection
 from g2rpo_ray.config.sampling import (
     DanceGrpoSection,
+    DiffusionNftSection,
+    EGrpoSection,
     FlowGrpoSection,
     G2rpoSection,
     MixGrpoSection,
     SamplingSection,
 )
 from g2rpo_ray.rewards.section import RewardSection
+
+BRANCHING = ("g2rpo", "e_grpo")
+"""Algorithms whose members share x_k, and are completed by evaluations that are not trained on."""
 
 
 class Config(Section):
@@ -35,7 +40,9 @@ class Config(Section):
     """Seed of everything random: prompt order, initial noise, branch noise."""
     iterations: int = Field(..., ge=1, lt=10**6)
     """Iterations to train: generate, learn, sync."""
-    algorithm: Literal["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"] = "g2rpo"
+    algorithm: Literal[
+        "g2rpo", "e_grpo", "mix_grpo", "flow_grpo", "dance_grpo", "diffusion_nft"
+    ] = "g2rpo"
     """How the rollout is made; the section of the same name has its settings."""
     pipeline: Literal["sync", "one_step_off"] = "sync"
     """``one_step_off`` draws the next groups with the weights of before while the learner works."""
@@ -46,9 +53,11 @@ class Config(Section):
     prompts: PromptsSection
     sampling: SamplingSection = SamplingSection()
     g2rpo: G2rpoSection = G2rpoSection()
+    e_grpo: EGrpoSection = EGrpoSection()
     mix_grpo: MixGrpoSection = MixGrpoSection()
     flow_grpo: FlowGrpoSection = FlowGrpoSection()
     dance_grpo: DanceGrpoSection = DanceGrpoSection()
+    diffusion_nft: DiffusionNftSection = DiffusionNftSection()
     rollout: RolloutSection = RolloutSection()
     rewards: dict[str, RewardSection] = Field(..., min_length=1)
     advantage: AdvantageSection = AdvantageSection()
@@ -69,6 +78,16 @@ class Config(Section):
         """The rewards whose advantages are trained on, in a fixed order."""
         return {n: r for n, r in sorted(self.rewards.items()) if r.weight > 0}
 
+    @property
+    def draws_average(self) -> bool:
+        """Whether pictures are drawn by a moving average of the policy in training."""
+        return self.algorithm == "diffusion_nft"
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether the learner keeps a moving average of its fp32 weights."""
+        return self.draws_average or self.learner.ema_decay is not None
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_secrets(cls, tree: Any) -> Any:
@@ -80,6 +99,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self._check_steps()
+        self._check_forward_process()
         if self.learner.kl_weight > 0 and self.model.lora is None:
             raise ValueError(
                 f"learner.kl_weight is {self.learner.kl_weight} and model.lora is not set; the "
@@ -249,32 +269,63 @@ class Config(Section):
                     f"mix_grpo.stride is {self.mix_grpo.stride} and the window's last place is "
                     f"{last_place}: it would never move; use a smaller stride or window ({allowed})"
                 )
-        else:
+        elif self.algorithm in ("e_grpo", "flow_grpo", "dance_grpo"):
             first = getattr(self, self.algorithm).first
             if first is not None and first > steps - 1:
                 raise ValueError(f"{self.algorithm}.first is {first}; {allowed}")
 
+    def _check_forward_process(self) -> None:
+        if self.algorithm != "diffusion_nft":
+            return
+        times, learner = self.diffusion_nft.times_per_picture, self.learner
+        if times > self.sampling.steps:
+            raise ValueError(
+                f"diffusion_nft.times_per_picture is {times} and sampling.steps is "
+                f"{self.sampling.steps}; there are no more noise levels than steps"
+            )
+        for key, value, why in (
+            ("update", "per_iteration", "it has no SDE steps"),
+            ("step_weight", "uniform", "it has no SDE steps"),
+            ("old_log_prob", "rollout", "it has no log-probability, the rollout's policy is old"),
+            ("normalise_ratio", False, "it has no ratio"),
+            ("ema_decay", None, "the one moving average that is kept is its old policy"),
+        ):
+            if (found := getattr(learner, key)) != value:
+                raise ValueError(
+                    f"learner.{key} is {found} and algorithm is diffusion_nft: {why}; use "
+                    f"learner.{key}={'null' if value is None else str(value).lower()}"
+                )
+
     def _check_passes(self) -> None:
+        if self.sampling.members % self.learner.updates_per_iteration:
+            raise ValueError(
+                f"learner.updates_per_iteration is {self.learner.updates_per_iteration} and "
+                f"sampling.members is {self.sampling.members}; each update takes as many members: "
+                "use a number that divides them"
+            )
         # With "auto" the batch is known only on the card; at most it is as large as this.
         batch_size = self.rollout.batch_size
         largest = max(AUTO_BATCH_SIZES) if batch_size == "auto" else batch_size
-        together, members = self.learner.steps_per_pass, self.sampling.members
-        if together > 1 and self.algorithm != "g2rpo" and members > largest:
+        together = self.learner.steps_per_pass
+        members = self.sampling.members // self.learner.updates_per_iteration
+        if together > 1 and self.algorithm not in BRANCHING and members > largest:
             raise ValueError(
                 f"learner.steps_per_pass is {together}, but a step of {self.algorithm} alone takes "
-                f"several passes: sampling.members is {members} and rollout.batch_size "
-                f"{batch_size}. Use steps_per_pass: 1, or a batch_size of {members}"
+                f"several passes: sampling.members is {self.sampling.members} and "
+                f"rollout.batch_size {batch_size}. Use steps_per_pass: 1, or a batch_size of "
+                f"{members}"
             )
 
     def _check_estimates(self) -> None:
         rollout, granularities = self.rollout, self.g2rpo.granularities
         for key in ("fp8", "thin_completions"):
-            if getattr(rollout, key) and self.algorithm != "g2rpo":
+            if getattr(rollout, key) and self.algorithm not in BRANCHING:
                 raise ValueError(
                     f"rollout.{key} is true and algorithm is {self.algorithm}: only algorithm: "
-                    "g2rpo has evaluations that are not trained on"
+                    "g2rpo and e_grpo have evaluations that are not trained on"
                 )
-        if rollout.thin_completions and 1 not in granularities:
+        thin = rollout.thin_completions and self.algorithm == "g2rpo"
+        if thin and 1 not in granularities:
             raise ValueError(
                 f"rollout.thin_completions is true and g2rpo.granularities is {granularities}; it "
                 "changes granularity 1 alone"

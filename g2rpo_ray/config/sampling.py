@@ -55,6 +55,16 @@ class G2rpoSection(Section):
     """Lambda: step sizes of the completions; 1 keeps every step."""
 
 
+class EGrpoSection(Section):
+    """Steps of low entropy merged into one stochastic step (E-GRPO, arXiv 2601.00423)."""
+
+    first: int = Field(8, ge=1)
+    """Stochastic steps begin among the schedule's first ones, one where the one before ends."""
+    entropy_threshold: float = Field(2.2, gt=0)
+    """tau: a stochastic step takes in the next steps until e^h of its noise is at least this, where
+    h is the entropy in nats an element: ``sqrt(2 pi e)`` times the noise's standard deviation."""
+
+
 class MixGrpoSection(Section):
     """SDE steps inside a sliding window, ODE outside (MixGRPO, arXiv 2507.21802).
 
@@ -108,6 +118,32 @@ class FlowGrpoSection(Section):
                     f"{key} belongs to trained_steps: {choice}, and to that alone"
                 )
         return self
+
+
+class DiffusionNftSection(Section):
+    """Pictures by ODE, trained on their forward process (DiffusionNFT, arXiv 2509.16117).
+
+    The policy that draws is a moving average of the one in training: its share of itself after an
+    iteration is ``min(decay_rate * (updates - decay_after), decay_limit)``, and 0 before.
+    """
+
+    times_per_picture: int = Field(4, ge=1)
+    """K: noise levels that a picture is trained at, of the schedule's, drawn anew for each."""
+    beta: float = Field(1.0, gt=0)
+    """Distance of the two implicit policies from the old one: ``v+- = (1 -+ beta) v_old +- beta
+    v``. Smaller is faster and less stable."""
+    adaptive_weight: bool = True
+    """Weigh a picture's error by its own size, as published; else all are squared alike."""
+    decay_rate: float = Field(0.001, ge=0)
+    """Growth of the share for each update."""
+    decay_after: int = Field(0, ge=0)
+    """Updates up to which the old policy is the trained one."""
+    decay_limit: float = Field(0.5, ge=0, lt=1)
+    """Largest share."""
+
+    def decay(self, updates: int) -> float:
+        """The share after so many updates."""
+        return min(max(0.0, self.decay_rate * (updates - self.decay_after)), self.decay_limit)
 
 
 class DanceGrpoSection(FlowGrpoSection):

@@ -124,6 +124,8 @@ class LearnerEngine:
         settings: LearnerSection,
         state: StateReader | None = None,
         updates: int = 0,
+        *,
+        old_policy: bool = False,
     ) -> None:
         """
         Args:
@@ -131,6 +133,7 @@ class LearnerEngine:
             settings: of the learner.
             state: what ``state_parts()`` of all ranks gave, to continue from it to the bit.
             updates: optimizer steps behind that state.
+            old_policy: what draws is not the policy in training, but a moving average of it.
 
         Raises:
             WeightMismatchError: the state is of other weights.
@@ -167,11 +170,14 @@ class LearnerEngine:
         self._accumulation = ExitStack()
         self._accumulates = False
         self._start_moments()
-        self._state = MasterState(self._parameters(), settings.ema_decay)
+        self._keeps_old = old_policy
+        averaged = old_policy or settings.ema_decay is not None
+        self._state = MasterState(self._parameters(), averaged)
         if state is not None:
             self._state.load(state)
             for entry in self._optimizer.optimizer.state.values():
                 entry["step"].fill_(updates)
+        self._refresh_old()
 
     def __call__(self, *args: object) -> Tensor:
         with _named_compile_errors():
@@ -216,8 +222,23 @@ class LearnerEngine:
                 "checkpoint with a smaller learner.learning_rate or learner.clip"
             )
         self.updates += 1
-        self._state.average()
+        if self._settings.ema_decay is not None:
+            self._state.average(self._settings.ema_decay)
         return norm
+
+    def move_old_policy(self, decay: float) -> None:
+        """Towards the policy in training; collective.
+
+        Args:
+            decay: the share of itself that it keeps.
+        """
+        self._state.average(decay)
+        self._refresh_old()
+
+    def _refresh_old(self) -> None:
+        # Whole on every rank, as the trained weights are, but under ZeRO-3.
+        whole = self._keeps_old and self._settings.zero_stage < 3
+        self._old = self._state.whole_averages() if whole else {}
 
     def smallest_of_ranks(self, value: int) -> int:
         """The smallest ``value`` of all ranks; collective."""
@@ -226,24 +247,31 @@ class LearnerEngine:
         return int(smallest)
 
     def weights(self) -> dict[str, Tensor]:
-        """Trainable weights in the compute dtype, on this rank's device; collective under ZeRO-3.
+        """Weights to draw with, in the compute dtype, on this rank's device: the trained ones, or
+        an old policy's; collective under ZeRO-3.
 
         Not copies, except under ZeRO-3.
         """
+        if self._keeps_old:
+            return self._old or self._state.whole_averages()
         return {name: self._gathered(parameter) for name, parameter in self._parameters().items()}
 
     def weight_layout(self) -> list[TensorLayout]:
-        """Trainable weights in the compute dtype, whole, in the order of their names."""
+        """Weights to draw with, in the compute dtype, whole, in the order of their names."""
         return [
             TensorLayout(name, p.dtype, tuple(getattr(p, "ds_shape", p.shape)))
             for name, p in sorted(self._parameters().items())
         ]
 
     def weight_shards(self) -> dict[str, Tensor]:
-        """What this rank holds of each trainable weight, flat and without a copy.
+        """What this rank holds of each weight to draw with, flat and without a copy (but of an old
+        policy under ZeRO-3).
 
         Everything; under ZeRO-3 its part of the flattened tensor, padded at the end of the last.
         """
+        if self._keeps_old:
+            old = {name: weight.view(-1) for name, weight in self._old.items()}
+            return old or self._state.average_shards()
         return {
             name: getattr(p, "ds_tensor", p).detach().view(-1)
             for name, p in self._parameters().items()

@@ -19,13 +19,12 @@ from g2rpo_ray.maths.objective import (
     normalise_log_prob,
     policy_health,
 )
-from g2rpo_ray.maths.sde import SdeStep
 from g2rpo_ray.sampling.group import RolloutGroup
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Health of one (group, SDE step)."""
+    """Health of one (group, SDE step), or of the part of its members in an update."""
 
     group_id: int
     position: int
@@ -33,9 +32,11 @@ class StepRecord:
     """Optimizer steps of this iteration before it; 0 means that the ratio must be 1."""
     loss: float
     health: PolicyHealth
-    """Of the members that are left; says nothing where the group is not valid."""
+    """Of the members that are left; says nothing where the group is not valid. NaN where there is
+    no ratio."""
     kl_to_reference: float
-    """KL of the policy's step from the reference's; 0 where ``learner.kl_weight`` is 0."""
+    """KL of the policy's step from the reference's; of the forward process |v - v_ref|^2. 0 where
+    ``learner.kl_weight`` is 0."""
     valid: bool
     """False where the group was dropped for an invalid reward, or no member is left."""
     masked_members: int
@@ -45,20 +46,23 @@ class StepRecord:
 
 
 @dataclass
-class _Step:
+class Step:
     """One stochastic step of a group on this rank's device, and what the passes over it add up;
     dimensions as in RolloutGroup."""
 
     position: int
-    sde: SdeStep
+    sigmas: Tensor
+    """float32 ``[L]``."""
     latents: Tensor
     """float32 ``[L, tokens, channels]``: x_k."""
-    next_latents: Tensor
-    """float32 ``[M, tokens, channels]``: x_{k+1}."""
+    target: Tensor
+    """float32 ``[M, tokens, channels]``: x_{k+1}; noise - x_0 of the forward process."""
     old_velocities: Tensor
     """float32 ``[L, tokens, channels]``."""
     advantages: Tensor
     """float32 ``[M]``."""
+    members: slice
+    """Those of the part that is trained on."""
     valid: bool
     scale: float
     """Of its loss in the update's."""
@@ -68,7 +72,7 @@ class _Step:
     usable: list[Tensor] = field(default_factory=list)
 
 
-_Part = tuple[_Step, slice, slice]
+_Piece = tuple[Step, slice, slice]
 """A step with the rows and members of it that are in a pass."""
 
 
@@ -88,13 +92,14 @@ class GroupTraining:
             batch_size: most latents in one pass of the network, the same on every rank.
         """
         self._engine, self._config, self._device = engine, config, device
-        self._batches = group.passes(batch_size)
+        self._parts = group.passes(batch_size, config.learner.updates_per_iteration)
         # What broke the network in the rollout would break it here again. It is in a dropped group:
         # as zeros it cannot spoil the gradient.
         sound = (group.latents.isfinite() & group.velocities.isfinite()).flatten(2).all(dim=2)
+        whole = sound.all(dim=0, keepdim=True) if group.times is not None else sound
         self._group = replace(
             group,
-            latents=torch.where(sound[..., None, None], group.latents, 0.0),
+            latents=torch.where(whole[..., None, None], group.latents, 0.0),
             velocities=torch.where(sound[..., None, None], group.velocities, 0.0),
         )
         self._embeds = group.prompt.embeds.to(device)
@@ -104,38 +109,46 @@ class GroupTraining:
     @torch.no_grad()
     def recompute_old_velocities(self) -> None:
         """Take this rank's own velocities for old, in the batches of the passes to come."""
+        steps = self._group.sde_steps
+        rows = [rows for part in self._parts for rows, _ in part]
+        if self._group.latents.shape[1] == 1:
+            rows = rows[:1]
         self._old_velocities = torch.stack(
             [
-                torch.cat(
-                    [
-                        self._velocities([latents[rows].to(self._device)], [step.sigma])[0]
-                        for rows, _ in self._batches
-                    ]
-                )
-                for latents, step in zip(self._group.latents, self._group.sde_steps, strict=True)
+                torch.cat([self._velocities([step.latents[r]], [step.sigmas[r]])[0] for r in rows])
+                for step in (self._step(p, slice(0), 0.0) for p in range(len(steps)))
             ]
         )
 
     def backward(
-        self, positions: Sequence[int], *, scales: Sequence[float], update: int, last: bool
+        self,
+        positions: Sequence[int],
+        *,
+        part: int,
+        scales: Sequence[float],
+        update: int,
+        last: bool,
     ) -> list[StepRecord]:
-        """Add the gradients of some steps; ``last`` ends the accumulation.
+        """Add the gradients of some steps and one part of the members; ``last`` ends the
+        accumulation.
 
         Several steps are one pass of the network; a single one is as many as its latents need.
         """
-        steps = [self._step(p, scale) for p, scale in zip(positions, scales, strict=True)]
-        passes: list[list[_Part]] = [[(step, *batch)] for step in steps for batch in self._batches]
-        if len(self._batches) == 1:
-            passes = [[(step, *self._batches[0]) for step in steps]]
+        batches = self._parts[part]
+        members = slice(batches[0][1].start, batches[-1][1].stop)
+        steps = [self._step(p, members, s) for p, s in zip(positions, scales, strict=True)]
+        passes: list[list[_Piece]] = [[(step, *batch)] for step in steps for batch in batches]
+        if len(batches) == 1:
+            passes = [[(step, *batches[0]) for step in steps]]
         for number, parts in enumerate(passes, start=1):
             total = self._add_pass(parts, update)
             self._engine.backward(total, last=last and number == len(passes))
         return [self._record(step, update) for step in steps]
 
-    def _add_pass(self, parts: list[_Part], update: int) -> Tensor:
+    def _add_pass(self, parts: list[_Piece], update: int) -> Tensor:
         """One pass: adds to the sums of its steps, and returns the scaled loss of all of them."""
         x = [step.latents[rows] for step, rows, _ in parts]
-        sigmas = [step.sde.sigma for step, _, _ in parts]
+        sigmas = [step.sigmas[rows] for step, rows, _ in parts]
         velocities = self._velocities(x, sigmas)
         references: Sequence[Tensor | None] = [None] * len(parts)
         if self._config.learner.kl_weight > 0:
@@ -150,7 +163,7 @@ class GroupTraining:
                 self._require_finite(reference, step, rows)
             policy, divergence = self._loss(step, velocity, reference, rows, members, update)
             loss = policy.loss + self._config.learner.kl_weight * divergence
-            share = len(policy.usable) / self._group.members
+            share = len(policy.usable) * len(self._parts) / self._group.members
             total = total + loss * (share * step.scale if step.valid else 0.0)
             step.loss += float(loss.detach()) * share
             step.kl_to_reference += float(divergence.detach()) * share
@@ -158,33 +171,39 @@ class GroupTraining:
             step.usable.append(policy.usable)
         return total
 
-    def _record(self, step: _Step, update: int) -> StepRecord:
-        group, position, sizes = self._group, step.position, step.advantages.abs()
-        usable = torch.cat(step.usable)
+    def _record(self, step: Step, update: int) -> StepRecord:
+        group, position, usable = self._group, step.position, torch.cat(step.usable)
+        advantages = step.advantages[step.members]
         masked = int((~usable).sum())
         if step.valid and masked and self._config.advantage.on_invalid == "stop":
             raise LearnerError(
                 f"group {group.key.group_id}, SDE step {group.step_indices[position]}: the ratio "
-                f"of {masked} of {group.members} members is not finite (with "
+                f"of {masked} of {len(usable)} members is not finite (with "
                 "advantage.on_invalid: drop_group such members are left out)"
             )
-        log_ratios, clip = torch.cat(step.log_ratios)[usable], self._config.learner.clip
         return StepRecord(
             group_id=group.key.group_id,
             position=position,
             update=update,
             loss=step.loss,
-            health=policy_health(log_ratios, step.advantages[usable], clip),
+            health=self._health(step, usable),
             kl_to_reference=step.kl_to_reference,
-            valid=step.valid and masked < group.members,
+            valid=step.valid and masked < len(usable),
             masked_members=masked,
-            advantage_abs_mean=float(sizes.mean()),
-            advantage_clamped_share=float((sizes >= self._config.advantage.clamp).float().mean()),
+            advantage_abs_mean=float(advantages.abs().mean()),
+            advantage_clamped_share=float(
+                (advantages.abs() >= self._config.advantage.clamp).float().mean()
+            ),
         )
+
+    def _health(self, step: Step, usable: Tensor) -> PolicyHealth:
+        """Of the members that are left."""
+        advantages, log_ratios = step.advantages[step.members], torch.cat(step.log_ratios)
+        return policy_health(log_ratios[usable], advantages[usable], self._config.learner.clip)
 
     def _loss(
         self,
-        step: _Step,
+        step: Step,
         velocity: Tensor,
         reference: Tensor | None,
         rows: slice,
@@ -192,8 +211,8 @@ class GroupTraining:
         update: int,
     ) -> tuple[PolicyLoss, Tensor]:
         """The policy's loss, and its KL to the reference (0 without one)."""
-        settings, sde = self._config.learner, step.sde
-        x, next_x = step.latents[rows], step.next_latents[members]
+        settings, sde = self._config.learner, self._group.sde_steps[step.position]
+        x, next_x = step.latents[rows], step.target[members]
         mean = sde.mean(x, velocity)
         if update == 0 and settings.old_log_prob == "learner":
             old_mean = mean.detach()
@@ -212,7 +231,7 @@ class GroupTraining:
             return policy, torch.zeros_like(policy.loss)
         return policy, gaussian_kl(mean, sde.mean(x, reference), sde.std)
 
-    def _require_finite(self, velocity: Tensor, step: _Step, rows: slice) -> None:
+    def _require_finite(self, velocity: Tensor, step: Step, rows: slice) -> None:
         """Before its backward pass: behind a broken activation even a zero gradient is NaN."""
         broken = ~velocity.isfinite().flatten(1).all(dim=1)
         if not bool(broken.any()):
@@ -224,34 +243,32 @@ class GroupTraining:
         ]
         who = "all members" if group.latents.shape[1] == 1 else f"member {', '.join(members)}"
         raise LearnerError(
-            f"group {group.key.group_id}, prompt {group.prompt.text!r:.80}, SDE step "
+            f"group {group.key.group_id}, prompt {group.prompt.text!r:.80}, "
+            f"{'SDE step' if group.times is None else 'time'} "
             f"{group.step_indices[step.position]}: the network's prediction for {who} is not "
             "finite, and no gradient can be taken through it, whatever advantage.on_invalid says. "
             "The optimizer's step was not made: resume from an earlier checkpoint with a smaller "
             "learner.learning_rate, or with model.dtype: float32"
         )
 
-    def _step(self, position: int, scale: float) -> _Step:
-        return _Step(
+    def _step(self, position: int, members: slice, scale: float) -> Step:
+        latents = self._group.latents[position].to(self._device)
+        sigma = self._group.sde_steps[position].sigma
+        return Step(
             position=position,
-            sde=self._group.sde_steps[position],
-            latents=self._group.latents[position].to(self._device),
-            next_latents=self._group.next_latents(position).to(self._device),
+            sigmas=torch.full((len(latents),), sigma, device=self._device),
+            latents=latents,
+            target=self._group.next_latents(position).to(self._device),
             old_velocities=self._old_velocities[position].to(self._device),
             advantages=self._advantages.values[position].to(self._device),
+            members=members,
             valid=bool(self._advantages.valid[position]),
             scale=scale,
         )
 
-    def _velocities(self, latents: Sequence[Tensor], sigmas: Sequence[float]) -> list[Tensor]:
+    def _velocities(self, latents: Sequence[Tensor], sigmas: Sequence[Tensor]) -> list[Tensor]:
         """float32 ``[B_i, tokens, channels]`` of several latents at their own noise levels."""
-        x = torch.cat(list(latents))
-        sigma = torch.cat(
-            [
-                torch.full((len(part),), s, device=x.device)
-                for part, s in zip(latents, sigmas, strict=True)
-            ]
-        )
+        x, sigma = torch.cat(list(latents)), torch.cat(list(sigmas))
         return list(self._engine(x, sigma, self._embeds).split([len(part) for part in latents]))
 
 

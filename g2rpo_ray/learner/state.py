@@ -40,16 +40,15 @@ def load_whole_weights(policy: Policy, state: StateReader) -> None:
 class MasterState:
     """What this rank optimises: a range of every flattened weight (none, of some)."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], ema_decay: float | None) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], keeps_average: bool) -> None:
         """
         Args:
             parameters: after DeepSpeed has split them.
-            ema_decay: of the moving average of the fp32 weights; none keeps no average.
+            keeps_average: a moving average of the fp32 weights.
         """
         self._parameters: dict[str, Any] = dict(parameters)
-        self._decay = ema_decay
         self._averages: dict[str, Tensor] = {}
-        if ema_decay is not None:
+        if keeps_average:
             self._averages = {name: self._fp32(p).clone() for name, p in parameters.items()}
         self._on_host: dict[str, Tensor] = {}
 
@@ -131,8 +130,30 @@ class MasterState:
             utils.safe_set_local_optimizer_state(parameter, value, moment)
 
     @torch.no_grad()
-    def average(self) -> None:
-        """Move the average towards the weights of now."""
+    def average(self, decay: float) -> None:
+        """Move the average towards the weights of now; ``decay`` is the share that it keeps."""
         for name, average in self._averages.items():
-            assert self._decay is not None
-            average.lerp_(self._fp32(self._parameters[name]), 1 - self._decay)
+            average.lerp_(self._fp32(self._parameters[name]), 1 - decay)
+
+    def average_shards(self) -> dict[str, Tensor]:
+        """This rank's part of every average in its weight's dtype and on its device, flat; the last
+        rank's is padded under ZeRO-3."""
+        return {n: a.to(_place(self._parameters[n])) for n, a in self._averages.items()}
+
+    def whole_averages(self) -> dict[str, Tensor]:
+        """The averages in their weights' dtype and on their device; collective."""
+        wholes = {}
+        for name, part in self.average_shards().items():
+            shape, start, length = self._range(self._parameters[name])
+            whole = torch.zeros(shape, dtype=part.dtype, device=part.device)
+            whole.view(-1)[start : start + length] = part[:length]
+            # An element is on one rank, and the others add zero: no rounding.
+            torch.distributed.all_reduce(whole)
+            wholes[name] = whole
+        return wholes
+
+
+def _place(parameter: Any) -> Tensor:
+    """A tensor on the device and in the dtype in which the network has a weight."""
+    tensor: Tensor = getattr(parameter, "ds_tensor", parameter)
+    return tensor

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerEngine
+from g2rpo_ray.learner.forward_training import ForwardTraining
 from g2rpo_ray.learner.group_training import GroupTraining, StepRecord
 from g2rpo_ray.maths.objective import step_weights
 from g2rpo_ray.sampling.group import RolloutGroup
@@ -17,7 +19,8 @@ class UpdateReport:
     """One iteration's update: of one rank, or of all."""
 
     records: list[StepRecord]
-    """Every (group, SDE step) once, in the order of group and position."""
+    """Every (group, SDE step) once in each update that it is in, in the order of group and
+    position."""
     grad_norms: list[float]
     """Before clipping, one for each optimizer step; the same on every rank."""
     learning_rate: float
@@ -49,13 +52,14 @@ def update_on_groups(
     ranks: int,
     device: torch.device,
 ) -> UpdateReport:
-    """Passes for each (prompt, SDE step); a step of the optimizer per SDE step or at the end.
+    """Passes for each (prompt, SDE step); a step of the optimizer per SDE step, or over all of them
+    for each part of the members.
 
     The loss is the mean over ``prompts`` (and over SDE steps, with ``per_iteration``), whatever the
     number of ranks: DeepSpeed averages gradients over ranks, so each rank scales by their number.
     A dropped group counts as zero; where all are dropped, the weights stay as they are. All groups
     are passed in the smallest of their batch sizes, on whichever rank: ranks make equally many
-    passes.
+    passes. Old log-probabilities are of before the first update.
 
     Args:
         weights: of this rank's groups, see ``assign``.
@@ -64,26 +68,31 @@ def update_on_groups(
     Raises:
         LearnerError: the network's prediction is not finite; or a ratio, and the run is to stop.
     """
-    settings, steps = config.learner, groups[0].sde_steps
+    settings, steps = config.learner, groups[0].step_indices
     per_step = settings.update == "per_sde_step"
     scale = ranks / prompts / (1 if per_step else len(steps))
-    scales = [weight * scale for weight in step_weights(steps, settings.step_weight)]
+    # Levels of the forward process weigh alike.
+    step_weight = step_weights(groups[0].sde_steps, settings.step_weight) or [1.0] * len(steps)
+    scales = [weight * scale for weight in step_weight]
     # A worker that ran out of memory, or has another card, may have drawn in smaller batches.
     batch_size = engine.smallest_of_ranks(min(group.batch_size for group in groups))
-    trainings = [GroupTraining(engine, group, config, device, batch_size) for group in groups]
-    if settings.old_log_prob == "learner" and per_step:
+    kind = GroupTraining if groups[0].times is None else ForwardTraining
+    trainings = [kind(engine, group, config, device, batch_size) for group in groups]
+    if settings.old_log_prob == "learner" and (per_step or settings.updates_per_iteration > 1):
         # Before the only update of an iteration, old and new are the same forward pass.
         for training in trainings:
             training.recompute_old_velocities()
     records: list[StepRecord] = []
     grad_norms: list[float] = []
     learning_rate, learned = engine.learning_rate, False
-    for first in range(0, len(steps), settings.steps_per_pass):
+    firsts = range(0, len(steps), settings.steps_per_pass)
+    for part, first in product(range(settings.updates_per_iteration), firsts):
         positions = range(first, min(first + settings.steps_per_pass, len(steps)))
         last_of_update = per_step or positions[-1] == len(steps) - 1
         for training, weight in zip(trainings, weights, strict=True):
             done = training.backward(
                 positions,
+                part=part,
                 scales=[weight * scales[position] for position in positions],
                 update=len(grad_norms),
                 last=last_of_update and training is trainings[-1],
@@ -96,4 +105,6 @@ def update_on_groups(
             nowhere = engine.smallest_of_ranks(0 if learned else 1) == 1
             grad_norms.append(engine.step(hold=nowhere))
             learned = False
+    if config.draws_average:
+        engine.move_old_policy(config.diffusion_nft.decay(engine.updates))
     return UpdateReport(records, grad_norms, learning_rate)

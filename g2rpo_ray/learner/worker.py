@@ -67,11 +67,14 @@ class Learner:
             policy = load_policy(self.config, self.device, guided=guided, load=frozen)
             if settings.compile:
                 compile_blocks(policy, cache=None)
+            old_policy = self.config.draws_average
             if checkpoint is None:
-                self.engine = LearnerEngine(policy, settings)
+                self.engine = LearnerEngine(policy, settings, old_policy=old_policy)
             else:
                 info, state = open_checkpoint(checkpoint)
-                self.engine = LearnerEngine(policy, settings, state, info.updates)
+                self.engine = LearnerEngine(
+                    policy, settings, state, info.updates, old_policy=old_policy
+                )
         return "; ".join(filter(None, [coverage(policy.transformer), frozen.description]))
 
     def update(self, groups: list[ray.ObjectRef]) -> UpdateReport:

@@ -31,23 +31,27 @@ class SdeStep:
     sigma: float
     """sigma[k], where the velocity was predicted; in (0, 1]."""
     sigma_next: float
-    """sigma[k + 1]; in (0, sigma)."""
+    """sigma[k + span]; in (0, sigma)."""
+    beside_noise: float | None = None
+    """sigma[1], of a step that spans several from sigma 1; else none."""
 
     @classmethod
-    def at(cls, sigmas: Tensor, index: int, kind: SdeKind, eta: float) -> "SdeStep":
-        """The step from ``sigmas[index]`` to ``sigmas[index + 1]``.
+    def at(cls, sigmas: Tensor, index: int, kind: SdeKind, eta: float, span: int = 1) -> "SdeStep":
+        """The step from ``sigmas[index]`` to ``sigmas[index + span]``.
 
         Raises:
-            ValueError: ``index`` is not one of 0 .. T - 2. The last step ends at sigma 0, where
-                noise would stay in the picture.
+            ValueError: a step that it spans is not one of 0 .. T - 2. The last step ends at sigma
+                0, where noise would stay in the picture.
         """
         last = len(sigmas) - 3
-        if not 0 <= index <= last:
+        if not 0 <= index <= index + span - 1 <= last:
             raise ValueError(
-                f"SDE step {index} is out of range; with {len(sigmas) - 1} steps the allowed ones "
-                f"are 0 to {last} (the last step must be deterministic)"
+                f"SDE step {index if span == 1 else f'{index} to {index + span - 1}'} is out of "
+                f"range; with {len(sigmas) - 1} steps the allowed ones are 0 to {last} (the last "
+                "step must be deterministic)"
             )
-        return cls(kind, eta, float(sigmas[index]), float(sigmas[index + 1]))
+        beside_noise = float(sigmas[1]) if index == 0 and span > 1 else None
+        return cls(kind, eta, float(sigmas[index]), float(sigmas[index + span]), beside_noise)
 
     @property
     def dt(self) -> float:
@@ -65,8 +69,9 @@ class SdeStep:
 
     @property
     def _flow_diffusion(self) -> float:
-        # eta * sqrt(sigma / (1 - sigma)) has a pole at sigma 1; there the next sigma stands in.
-        distance_to_noise = 1 - (self.sigma if self.sigma < 1 else self.sigma_next)
+        # eta * sqrt(sigma / (1 - sigma)) has a pole at sigma 1; there sigma[1] stands in.
+        stand_in = self.sigma_next if self.beside_noise is None else self.beside_noise
+        distance_to_noise = 1 - (self.sigma if self.sigma < 1 else stand_in)
         return self.eta * math.sqrt(self.sigma / distance_to_noise)
 
     @property

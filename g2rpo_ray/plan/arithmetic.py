@@ -7,7 +7,8 @@ from g2rpo_ray.maths.granularity import RolloutCounts
 
 def updates_per_iteration(config: Config, counts: RolloutCounts) -> int:
     """Optimizer steps of an iteration."""
-    return counts.groups if config.learner.update == "per_sde_step" else 1
+    per_step = config.learner.update == "per_sde_step"
+    return counts.groups if per_step else config.learner.updates_per_iteration
 
 
 def describe(config: Config) -> str:
@@ -29,11 +30,11 @@ def arithmetic(config: Config) -> dict[str, str]:
         for name, reward in sorted(config.rewards.items())
     )
     return {
-        "algorithm": f"{config.algorithm}, {sampling.steps} steps, {sampling.sde} SDE, "
-        f"eta {sampling.eta:g}, {sampling.width}x{sampling.height}",
+        "algorithm": f"{config.algorithm}, {sampling.steps} steps, {algorithm.noise_in_words()}, "
+        f"{sampling.width}x{sampling.height}",
         "rewards": rewards,
         "prompts": f"{prompts} an iteration, {prompts * config.iterations} in all",
-        "trained steps": ", ".join(map(str, algorithm.trained_steps(0))),
+        "trained steps": algorithm.trained_in_words(0),
         "groups": f"{prompts * counts.groups} of {sampling.members} members",
         "pictures": f"{prompts * counts.pictures} decoded and scored",
         "evaluations": f"{prompts * counts.evaluations} ({counts.evaluations} a prompt), "

@@ -25,7 +25,7 @@ STATE_BYTES = 12
 """Of a trained parameter: fp32 master weight and AdamW's two moments."""
 
 AVERAGE_BYTES = 4
-"""Of a trained parameter with ``learner.ema_decay``: its average in fp32."""
+"""Of a trained parameter: its moving average in fp32, where one is kept."""
 
 STEP_BYTES = 8
 """Of a trained parameter, while AdamW steps: the gradient in fp32, and AdamW's scratch (4 B were
@@ -115,6 +115,8 @@ def learner_memory(
         "bucket": bucket * (not once) / GIB,
         "activations or AdamW step": working / GIB,
     }
+    if stage < 3 and config.draws_average:
+        parts["old policy"] = trained * width / GIB
     if stage == 3 and (ranks > 1 or settings.offload_parameters):
         parts["gathered weights"] = min(LIVE_PARAMETERS, held) * width / GIB
     return _with_reserve(costs, parts)
@@ -164,7 +166,7 @@ def scorer_pass_name(kind: str) -> PassName:
 
 def state_bytes(config: Config) -> int:
     """Of a trained parameter: master weight, moments, and the average where one is kept."""
-    return STATE_BYTES + AVERAGE_BYTES * (config.learner.ema_decay is not None)
+    return STATE_BYTES + AVERAGE_BYTES * config.keeps_average
 
 
 def _lent_bytes(config: Config, size: PolicySize) -> int:

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import TypeVar
 
 from g2rpo_ray.algorithms import make_algorithm
+from g2rpo_ray.algorithms.g2rpo import G2rpo
 from g2rpo_ray.algorithms.member_walks import MemberWalks
 from g2rpo_ray.common.section import LARGEST_SHARED
 from g2rpo_ray.config import Config
@@ -117,15 +118,17 @@ class Predictor:
         batch, members = self.config.rollout.planned_batch_size, self.config.sampling.members
         # Of several SDE steps in one pass, each has one batch.
         together = min(self.config.learner.steps_per_pass, counts.groups)
-        steps = math.ceil(counts.groups / together)
-        if isinstance(algorithm, MemberWalks):
+        updates = self.config.learner.updates_per_iteration
+        steps = updates * math.ceil(counts.groups / together)
+        if not isinstance(algorithm, G2rpo):
             # All members walk in step; before the first stochastic step they may be one latent.
-            batches = math.ceil(members / batch)
-            visited = list(algorithm.indices(0))
-            shared = algorithm.shared_initial_noise
-            alike = visited.index(algorithm.sde_steps(0)[0]) if shared else 0
-            passes = alike + batches * (len(visited) - 1 - alike)
-            return PromptWork(counts, passes, 1, steps * batches, together * min(batch, members))
+            alike = 0
+            if isinstance(algorithm, MemberWalks) and algorithm.shared_initial_noise:
+                alike = list(algorithm.indices(0)).index(algorithm.sde_steps(0)[0])
+            passes = alike + math.ceil(members / batch) * ((counts.evaluations - alike) // members)
+            rows = members // updates
+            learner = steps * math.ceil(rows / batch), together * min(batch, rows)
+            return PromptWork(counts, passes, 1, *learner)
         # The anchor alone, then one queue of completions in full batches.
         anchor = self.config.sampling.steps
         passes = anchor + math.ceil((counts.evaluations - anchor) / batch)

@@ -152,7 +152,7 @@ class RolloutWorker:
             sampler = self.engine.sampler(config.sampling.steps)
             draw = self.algorithm.draw(sampler, prompt.embeds.to(self.device), key, iteration)
             names = sorted(config.trained_rewards)
-            shape = len(names), draw.granularities, len(draw.sde_steps), config.sampling.members
+            shape = len(names), draw.granularities, len(draw.step_indices), config.sampling.members
             rewards = torch.full(shape, torch.nan)
             # All are on their way before the first scores are waited for.
             sent = list(self._send_finished(draw, prompt, names, clock))
@@ -172,6 +172,7 @@ class RolloutWorker:
                 evaluations=self.engine.evaluations - evaluations_before,
                 batch_size=self.engine.batch_size,
                 seconds=clock.seconds(),
+                times=None if draw.times is None else draw.times.cpu(),
             )
             summary = self._summary(group, sent, scored)
             counts = {"evaluations": summary.evaluations, "pictures": summary.pictures}

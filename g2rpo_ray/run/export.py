@@ -21,7 +21,7 @@ from g2rpo_ray.common.formatting import format_score
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.secrets import publishable
 from g2rpo_ray.config import Config
-from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, read_weights
+from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.models.adapters import PEFT_CONFIG, PEFT_FILE
 from g2rpo_ray.models.catalogue import CATALOGUE
 from g2rpo_ray.models.families import open_family
@@ -40,7 +40,7 @@ from g2rpo_ray.models.saving import (
 from g2rpo_ray.models.weights import load_weights, trainable_parameters
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.run.scores import heldout_before_after
-from g2rpo_ray.run.weights import read_fitting_info, while_it_is_there
+from g2rpo_ray.run.weights import read_fitting_info, while_it_is_there, wide_weights_in
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def export(
         check_room(target, _transformer_bytes(config, rounding), "the transformer")
 
     def read(path: Path) -> tuple[CheckpointInfo, dict[str, Tensor]]:
-        return read_fitting_info(path, config.model), read_weights(path, average)
+        return read_fitting_info(path, config.model), wide_weights_in(config, path, average)
 
     # At once, and of one moment: a running run deletes old checkpoints.
     source, (info, weights) = while_it_is_there(config, checkpoint, read)
@@ -118,7 +118,8 @@ def export(
             save_transformer(transformer, temporary, max_shard_size)
         exported = Exported(form, _dtype(config, rounding), arrived)
         # Scores are of the run's own weights, as they were after an iteration.
-        own = not average and source.resolve().is_relative_to(run_folder(config).resolve())
+        own = not average or config.draws_average
+        own = own and source.resolve().is_relative_to(run_folder(config).resolve())
         own = own and not (form == "merged" and arrived.is_lost)
         model_card(config, info, exported, own, layout).save(temporary / "README.md")
     if arrived.is_lost:

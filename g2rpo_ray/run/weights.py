@@ -175,5 +175,10 @@ def _reload(policy: Policy, config: Config) -> Callable[[], None]:
 
 def weights_in(config: Config, checkpoint: Path, average: bool = False) -> dict[str, Tensor]:
     """Trainable weights of a checkpoint (or their moving average) in the model's dtype."""
-    dtype = DTYPES[config.model.dtype]
-    return {name: tensor.to(dtype) for name, tensor in read_weights(checkpoint, average).items()}
+    dtype, weights = DTYPES[config.model.dtype], wide_weights_in(config, checkpoint, average)
+    return {name: tensor.to(dtype) for name, tensor in weights.items()}
+
+
+def wide_weights_in(config: Config, checkpoint: Path, average: bool) -> dict[str, Tensor]:
+    """As ``weights_in``, in float32; the average where that is what drew and was evaluated."""
+    return read_weights(checkpoint, average or config.draws_average)

@@ -1,11 +1,13 @@
 """RolloutGroup: the contract between rollout and learner."""
 
+import random
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from g2rpo_ray.maths import noise
+from g2rpo_ray.maths.forward_process import noise_to
 from g2rpo_ray.maths.sde import SdeStep
 from g2rpo_ray.prompts.dataset import Prompt
 
@@ -32,13 +34,24 @@ class GroupKey:
         named = (self.run_seed, self.group_id, "branch", sde_step)
         return torch.stack([noise.normal(shape, *named, member) for member in range(members)])
 
+    def forward_times(self, sigmas: Tensor, count: int, members: int) -> Tensor:
+        """float32 ``[count, members]``: of each member other noise levels of the schedule above 0,
+        none twice."""
+        named = (self.run_seed, self.group_id, "forward times")
+        chosen = [
+            random.Random(noise.seed_of(*named, member)).sample(range(len(sigmas) - 1), count)
+            for member in range(members)
+        ]
+        return sigmas.float().cpu()[torch.tensor(chosen)].T.contiguous()
+
 
 @dataclass(frozen=True)
 class RolloutGroup:
     """One prompt of one iteration: everything the learner needs, noise left out.
 
     K trained SDE steps, M members, L latents per step: 1 where the members share x_k (G2RPO),
-    M where each walks its own trajectory (the baselines).
+    M where each walks its own trajectory (the baselines). With DiffusionNFT there are K noise
+    levels of each member's picture in place of K steps.
     """
 
     key: GroupKey
@@ -47,13 +60,13 @@ class RolloutGroup:
     """Version of the weights that drew it."""
     prompt: Prompt
     sde_steps: list[SdeStep]
-    """K stochastic steps, by value: the learner needs no schedule."""
+    """K stochastic steps, by value: the learner needs no schedule. None with ``times``."""
     step_indices: list[int]
-    """K indices into the schedule; they seed the branch noise."""
+    """K indices into the schedule (0 to K - 1 with ``times``); they seed the branch noise."""
     latents: Tensor
-    """float32 ``[K, L, tokens, channels]``: x_k."""
+    """float32 ``[K, L, tokens, channels]``: x_k; ``[1, M, ...]`` x_0 with ``times``."""
     velocities: Tensor
-    """float32 ``[K, L, tokens, channels]``: v(x_k) under ``weight_version``."""
+    """float32 ``[K, L, tokens, channels]``: v(x_k), or v(x_t), under ``weight_version``."""
     rewards: Tensor
     """float32 ``[R, granularities, K, M]``; NaN where a scorer failed."""
     reward_names: list[str]
@@ -64,22 +77,33 @@ class RolloutGroup:
     """Most latents in one pass of the network; the learner's passes hold no more."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by phase: ``denoise_s``, ``decode_s``, ``score_s``."""
+    times: Tensor | None = None
+    """float32 ``[K, M]``: noise levels t of the forward process, where that is trained on."""
 
     @property
     def members(self) -> int:
         return self.rewards.shape[-1]
 
-    def passes(self, batch_size: int) -> list[tuple[slice, slice]]:
-        """Passes of the network over the latents of a step, and the members that each one moves.
+    def passes(self, batch_size: int, parts: int = 1) -> list[list[tuple[slice, slice]]]:
+        """Of every part of the members, the passes of the network over the latents of a step, each
+        with the members that it moves.
 
-        With the group's own ``batch_size`` they are the rollout's, and both sides round alike.
-        Where the members share x_k, a single evaluation moves them all.
+        Of a single part, with the group's own ``batch_size``, they are the rollout's, and both
+        sides round alike. Where the members share x_k, a single evaluation moves them all.
+
+        Args:
+            parts: as many members in each; it divides their number.
         """
-        rows = self.latents.shape[1]
-        if rows == 1:
-            return [(slice(0, 1), slice(0, self.members))]
-        starts = range(0, rows, batch_size)
-        return [(part, part) for part in (slice(s, min(s + batch_size, rows)) for s in starts)]
+        size, shared = self.members // parts, self.latents.shape[1] == 1
+        ends = range(size, self.members + 1, size)
+        if shared:
+            return [[(slice(0, 1), slice(end - size, end))] for end in ends]
+        starts = [range(end - size, end, batch_size) for end in ends]
+        passes = [
+            [slice(s, min(s + batch_size, end)) for s in start]
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        return [[(rows, rows) for rows in part] for part in passes]
 
     def next_latents(self, position: int) -> Tensor:
         """float32 ``[M, tokens, channels]``: x_{k+1} of every member, re-made from the seeds.
@@ -91,3 +115,12 @@ class RolloutGroup:
         shape = (mean.shape[-2], mean.shape[-1])
         injected = self.key.branch_noise(shape, self.step_indices[position], self.members)
         return step.sample(mean, injected.to(mean.device))
+
+    def noised(self, position: int) -> tuple[Tensor, Tensor]:
+        """float32 ``[M, tokens, channels]`` each: x_t of every member's picture at its noise level,
+        as in the rollout, and the velocity of the flow to it, noise - x_0."""
+        assert self.times is not None
+        x0 = self.latents[0]
+        shape = (x0.shape[-2], x0.shape[-1])
+        injected = self.key.branch_noise(shape, self.step_indices[position], self.members)
+        return noise_to(x0, injected, self.times[position]), injected - x0

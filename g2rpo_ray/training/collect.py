@@ -63,9 +63,10 @@ def _scoring_metrics(name: str, requests: list[dict[str, float]]) -> dict[str, f
 def update_metrics(update: UpdateReport) -> dict[str, float]:
     """Health of one iteration's update; means over the groups that were not dropped."""
     trained = [record for record in update.records if record.valid]
+    taught = _groups(trained)
     values: dict[str, float] = {
-        "groups/trained": len(trained),
-        "groups/dropped": len(update.records) - len(trained),
+        "groups/trained": len(taught),
+        "groups/dropped": len(_groups(update.records) - taught),
         "groups/masked_members": sum(record.masked_members for record in trained),
         "policy/grad_norm": fmean(update.grad_norms),
         "policy/learning_rate": update.learning_rate,
@@ -86,6 +87,11 @@ def update_metrics(update: UpdateReport) -> dict[str, float]:
     if first := [record for record in trained if record.update == 0]:
         values["policy/first_max_abs_log_ratio"] = _largest_log_ratio(first)
     return values
+
+
+def _groups(records: Sequence[StepRecord]) -> set[tuple[int, int]]:
+    """Each once, in however many updates it is."""
+    return {(record.group_id, record.position) for record in records}
 
 
 def _largest_log_ratio(records: Sequence[StepRecord]) -> float:

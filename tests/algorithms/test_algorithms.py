@@ -1,5 +1,6 @@
 """Every algorithm's draw: what it costs, which steps it trains, and what it gives the learner."""
 
+import math
 from itertools import pairwise, product
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo_ray.algorithms import Draw, make_algorithm
+from g2rpo_ray.algorithms.e_grpo import EGrpo
 from g2rpo_ray.algorithms.mix_grpo import MixGrpo
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.granularity import compressed_indices
@@ -75,6 +77,66 @@ def test_g2rpo_costs_what_the_golden_numbers_say(granularities: list[int], expec
     recipe = {"sde_steps": FIRST_EIGHT, "granularities": granularities}
     config = tiny_config("g2rpo", sampling=PAPER, g2rpo=recipe, rollout={"batch_size": 64})
     assert assert_counts_hold(config) == expected
+
+
+def test_e_grpo_merges_steps_until_their_entropy_is_enough() -> None:
+    """sqrt(2 pi e) a sqrt(t / (1 - t) dt) by hand, with t = 3 u / (1 + 2 u), u = 1 - k / 16."""
+
+    def exp_entropy(start: int, end: int) -> float:
+        now, first, then = (3 * (1 - k / 16) / (1 + 2 * (1 - k / 16)) for k in (start, 1, end))
+        # At t = 1 the schedule's second level stands in for the pole.
+        noise = 0.7 * math.sqrt(now / (1 - (now if start else first)))
+        return math.sqrt(2 * math.pi * math.e * (now - then)) * noise
+
+    algorithm = EGrpo(tiny_config("e_grpo", sampling=PAPER, e_grpo={"first": 8}))
+    spans = algorithm.spans()
+    assert [list(span) for span in spans] == [[0], [1], [2, 3], [4, 5], [6, 7, 8]]
+    for span in spans:
+        assert exp_entropy(span.start, span.stop) >= 2.2
+        assert len(span) == 1 or exp_entropy(span.start, span.stop - 1) < 2.2
+    assert algorithm.trained_in_words(0) == "0, 1, 2+3, 4+5, 6+7+8"
+    for threshold, ends in ((3.0, [2, 4, 8]), (99.0, [15])):
+        high = {"first": 8, "entropy_threshold": threshold}
+        spans = EGrpo(tiny_config("e_grpo", sampling=PAPER, e_grpo=high)).spans()
+        assert [span.stop for span in spans] == ends
+        assert all(exp_entropy(s.start, s.stop) >= threshold for s in spans if threshold < 99)
+    low = {"first": 8, "entropy_threshold": 0.1}
+    spans = EGrpo(tiny_config("e_grpo", sampling=PAPER, e_grpo=low)).spans()
+    assert [list(span) for span in spans] == [[k] for k in range(8)]
+
+
+def test_e_grpo_costs_an_anchor_and_the_rest_of_the_way_from_each_merged_step() -> None:
+    config = tiny_config("e_grpo", sampling=PAPER, e_grpo={"first": 8}, rollout={"batch_size": 64})
+    assert assert_counts_hold(config) == 16 + 12 * (15 + 14 + 12 + 10 + 7)
+
+
+def test_a_merged_step_is_one_gaussian_from_its_start_to_its_end() -> None:
+    config, policy = tiny_config("e_grpo"), tiny_policy()
+    group = draw_group(policy, config)
+    sampler = tiny_sampler(policy, config)
+    assert group.step_indices == [0, 1, 2, 3]
+    sigmas = [float(sigma) for sigma in sampler.sigmas]
+    assert [(s.sigma, s.sigma_next) for s in group.sde_steps] == [
+        (sigmas[0], sigmas[1]),
+        (sigmas[1], sigmas[2]),
+        (sigmas[2], sigmas[3]),
+        (sigmas[3], sigmas[5]),
+    ]
+    anchor = sampler.trajectory(group.key.initial_noise(SHAPE)[None], group.prompt.embeds)
+    assert torch.equal(group.latents, anchor.latents[:4])
+    # All else is the ODE: from the merged step's end one step is left.
+    x = group.next_latents(3)
+    v = sampler.exact(x, torch.full((4,), sigmas[5]), group.prompt.embeds)
+    x0 = euler_step(x, v, sigmas[5], 0.0)
+    torch.testing.assert_close(group.rewards[0, 0, 3], x0.sum(dim=(-2, -1)), rtol=1e-5, atol=1e-5)
+
+
+def test_where_nothing_is_merged_e_grpo_is_g2rpo_on_the_finest_grid() -> None:
+    plain = tiny_config("g2rpo", g2rpo={"sde_steps": [0, 1, 2], "granularities": [1]})
+    merged = tiny_config("e_grpo", e_grpo={"first": 3, "entropy_threshold": 0.1})
+    one, other = (draw_group(tiny_policy(), config) for config in (plain, merged))
+    assert torch.equal(one.rewards, other.rewards)
+    assert one.sde_steps == other.sde_steps
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,33 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["learner.steps_per_pass is 2", "rollout.batch_size auto"],
         ),
         (
+            ["algorithm=diffusion_nft", "diffusion_nft.times_per_picture=7"],
+            ["diffusion_nft.times_per_picture is 7", "sampling.steps is 6"],
+        ),
+        *(
+            (["algorithm=diffusion_nft", f"learner.{key}={value}"], [f"learner.{key} is", use])
+            for key, value, use in (
+                ("update", "per_sde_step", "use learner.update=per_iteration"),
+                ("ema_decay", 0.9, "use learner.ema_decay=null"),
+                ("old_log_prob", "learner", "use learner.old_log_prob=rollout"),
+                ("step_weight", "noise", "use learner.step_weight=uniform"),
+                ("normalise_ratio", "true", "use learner.normalise_ratio=false"),
+            )
+        ),
+        (
+            ["algorithm=diffusion_nft", "rollout.fp8=true"],
+            ["rollout.fp8 is true", "g2rpo and e_grpo"],
+        ),
+        (["algorithm=e_grpo"], ["e_grpo.first is 8", "0 to 4"]),
+        (
+            ["learner.updates_per_iteration=3"],
+            ["learner.updates_per_iteration is 3", "sampling.members is 8", "divides them"],
+        ),
+        (
+            ["learner.updates_per_iteration=2", "learner.update=per_sde_step"],
+            ["learner: updates_per_iteration is 2", "use update: per_iteration"],
+        ),
+        (
             ["algorithm=mix_grpo", "mix_grpo.stride=2"],
             ["mix_grpo.stride is 2", "last place is 1", "would never move"],
         ),
@@ -269,6 +296,16 @@ def test_impossible_combination(overrides: list[str], named: list[str]) -> None:
         # Members that share x_k, or fit into one batch, are one pass of a step.
         ["learner.steps_per_pass=2", "rollout.batch_size=4"],
         ["algorithm=flow_grpo", "learner.steps_per_pass=2", "rollout.batch_size=8"],
+        [
+            "algorithm=flow_grpo",
+            "learner.steps_per_pass=2",
+            "learner.updates_per_iteration=4",
+            "rollout.batch_size=2",
+        ],
+        # Each has its own pipeline and members that share x_k.
+        ["algorithm=diffusion_nft", "pipeline=one_step_off", "learner.zero_stage=3"],
+        ["algorithm=e_grpo", "e_grpo.first=5", "learner.steps_per_pass=2", "rollout.batch_size=4"],
+        ["algorithm=e_grpo", "e_grpo.first=5", "rollout.thin_completions=true"],
         # A window over the whole schedule has one place, whatever the stride.
         ["algorithm=mix_grpo", "mix_grpo.window=5"],
         ["algorithm=mix_grpo", "mix_grpo.window=3", "mix_grpo.stride=2"],

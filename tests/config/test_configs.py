@@ -2,6 +2,7 @@
 
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ EVALUATIONS = {
 }
 """Of one prompt in the first iteration."""
 LORA_ALONE = {
+    "flux_e_grpo": 712,
+    "flux_diffusion_nft": 24 * (10 + 9),
     "flux2_klein_4b_g2rpo_hps": 424,
     "qwen_image_g2rpo_hps": 714,
     "sd3_5_medium_g2rpo_hps": 1066,
@@ -58,8 +61,9 @@ COMMON = {
     "learner.old_log_prob": "rollout",
     "model.truncate_timesteps": False,
 }
-"""What all four papers have, or what their public code has for FLUX where they say nothing."""
-PAPERS = {
+"""What all papers have, or what their public code has for FLUX where they say nothing; one that
+differs says so below."""
+PAPERS: dict[str, dict[str, Any]] = {
     # arXiv 2510.01982: 720 x 720, 16 steps with shift 3, eta 0.7, first 8 steps one at a time, 12
     # branches, a prompt on each of 16 cards, advantages cut at 5, ratio clip 1e-4.
     "flux_g2rpo": {
@@ -68,20 +72,39 @@ PAPERS = {
         "sampling.eta": 0.7, "sampling.members": 12, "g2rpo.sde_steps": list(range(8)),
         "g2rpo.granularities": [1, 2], "advantage.clamp": 5.0, "learner.learning_rate": 2e-6,
     },
+    # arXiv 2601.00423: as G2RPO, with merged steps; released: an update for each of them.
+    "flux_e_grpo": {
+        "sampling.height": 720, "sampling.width": 720, "sampling.steps": 16,
+        "sampling.schedule": "static", "sampling.shift": 3.0, "sampling.sde": "flow",
+        "sampling.eta": 0.7, "sampling.members": 12, "e_grpo.first": 8,
+        "e_grpo.entropy_threshold": 2.2, "advantage.clamp": 5.0, "learner.update": "per_sde_step",
+    },
+    # arXiv 2509.16117, released script for SD3.5 medium: 10 steps, of which 99 % are trained, 48
+    # groups of 24 at 512 x 512, beta 1, KL 1e-4, LoRA of rank 32.
+    "flux_diffusion_nft": {
+        "sampling.height": 512, "sampling.width": 512, "sampling.steps": 10,
+        "sampling.members": 24, "sampling.prompts_per_iteration": 48,
+        "diffusion_nft.times_per_picture": 9, "diffusion_nft.beta": 1.0,
+        "diffusion_nft.decay_rate": 0.001, "diffusion_nft.decay_limit": 0.5,
+        "advantage.clamp": 5.0, "learner.kl_weight": 1e-4, "model.lora.rank": 32,
+        "model.lora.alpha": 64.0,
+    },
     # arXiv 2505.07818: 25 steps, constant noise level 0.3 at every step, 60 % of the steps trained,
     # the same initial noise in a group, 32 prompts x 12.
     "flux_dance_grpo": {
         "sampling.steps": 25, "sampling.shift": 3.0, "sampling.sde": "dance", "sampling.eta": 0.3,
         "sampling.members": 12, "sampling.prompts_per_iteration": 32,
         "dance_grpo.trained_steps": "random", "dance_grpo.fraction": 0.6,
-        "dance_grpo.shared_initial_noise": True, "learner.learning_rate": 1e-5,
+        "dance_grpo.shared_initial_noise": True, "learner.updates_per_iteration": 4,
+        "learner.learning_rate": 1e-5,
     },
     # arXiv 2507.21802: 25 steps with shift 3, a window of 4 that moves by 1 every 25 iterations.
     "flux_mix_grpo": {
         "sampling.steps": 25, "sampling.shift": 3.0, "sampling.sde": "flow", "sampling.eta": 0.7,
         "sampling.members": 12, "sampling.prompts_per_iteration": 32, "mix_grpo.window": 4,
         "mix_grpo.schedule": "progressive", "mix_grpo.shift_interval": 25, "mix_grpo.stride": 1,
-        "mix_grpo.shared_initial_noise": True, "learner.learning_rate": 1e-5,
+        "mix_grpo.shared_initial_noise": True, "learner.updates_per_iteration": 4,
+        "learner.learning_rate": 1e-5,
     },
     # arXiv 2505.05470: 6 steps in training and 28 in evaluation, noise at every step of 0.7 to 0.9,
     # 48 groups of 24 at 512 x 512, each member from noise of its own.

@@ -42,6 +42,9 @@ class Rank(Learner):
         self.config = config
         return self.start(address, port, checkpoint)
 
+    def shard_sums(self) -> list[int]:
+        return self.engine.weight_shard_sums()
+
     def state_parts(self) -> list[StatePart]:
         return self.engine.state_parts()
 

@@ -48,7 +48,13 @@ def load(folder: Path, *overrides: str) -> Config:
         (["rewards.oracle.weight=-1"], ["rewards.oracle.weight", "got -1"]),
         (["rewards.oracle.weight=0"], ["rewards: every weight is 0"]),
         (["rewards.oracle.weight=[1, 2]"], ["rewards.oracle.weight", "valid number"]),
-        (["algorithm=ddpo"], ["algorithm", "'g2rpo', 'mix_grpo', 'flow_grpo' or 'dance_grpo'"]),
+        (
+            ["algorithm=ddpo"],
+            [
+                "algorithm",
+                "'g2rpo', 'e_grpo', 'mix_grpo', 'flow_grpo', 'dance_grpo' or 'diffusion_nft'",
+            ],
+        ),
         (["algorithm=mix_grpo", "mix_grpo.window=6"], ["mix_grpo.window is 6", "0 to 4"]),
         (["algorithm=mix_grpo", "mix_grpo.window=0"], ["mix_grpo.window", "got 0"]),
         (["algorithm=mix_grpo", "mix_grpo.stride=0"], ["mix_grpo.stride", "got 0"]),

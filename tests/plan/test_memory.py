@@ -113,6 +113,20 @@ def test_optimizer_on_the_host(overrides: list[str], on_card: float, on_host: li
     assert copy_gib == pytest.approx(STATE / (3 if config.learner.ema_decay else 4), rel=1e-3)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_old_policy_is_an_average_and_a_copy_to_send(stage: int) -> None:
+    overrides = ["learner.update=per_iteration", f"learner.zero_stage={stage}"]
+    plain, nft = (
+        load_config(PAPER, [*overrides, f"algorithm={name}"]) for name in ("g2rpo", "diffusion_nft")
+    )
+    size, costs = policy_size(plain), load_costs().of("H100")
+    before, after = (learner_memory(c, size, costs, ranks=4, rows=1) for c in (plain, nft))
+    master = "fp32 master, moments"
+    assert after[master] == pytest.approx(before[master] * 16 / 12)
+    # Whole on every rank; under ZeRO-3 it is put together when it is asked for.
+    assert after.get("old policy", 0) == pytest.approx(BF16 if stage == 2 else 0, rel=1e-3)
+
+
 def test_weights_on_the_host() -> None:
     overrides = ["learner.offload_parameters=true", "learner.offload_optimizer=true"]
     config = load_config(PAPER, overrides)

@@ -166,6 +166,9 @@ def test_work_of_a_prompt_by_hand() -> None:
     several = ["learner.update=per_iteration", "learner.steps_per_pass=3"]
     work = paper_plan(*several).predictor.work
     assert (work.learner_batches, work.learner_rows) == (3, 3)
+    four = ["learner.update=per_iteration", "learner.updates_per_iteration=4"]
+    predictor = paper_plan(*four).predictor
+    assert (predictor.work.learner_batches, predictor.updates) == (4 * 8, 4)
     # 15 stochastic steps of 12 members, of which 9 are trained: batches of 4.
     dance = make_plan(
         load_config(PAPER, ["algorithm=dance_grpo", "sampling.sde=dance", "rollout.batch_size=4"]),
@@ -175,6 +178,10 @@ def test_work_of_a_prompt_by_hand() -> None:
     ).predictor.work
     assert dance.evaluation_passes == 16 * 3
     assert (dance.requests, dance.learner_batches, dance.learner_rows) == (1, 27, 4)
+    # Of 3 members each in four updates, none of which fills a batch.
+    parts = ["algorithm=dance_grpo", "sampling.sde=dance", "rollout.batch_size=4", *four]
+    dance = make_plan(load_config(PAPER, parts), load_costs(), 16, None).predictor.work
+    assert (dance.learner_batches, dance.learner_rows) == (4 * 9, 3)
 
 
 def test_more_ranks_and_workers_never_take_longer() -> None:

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport, assign, update_on_groups
 from g2rpo_ray.models.policy import Policy
+from g2rpo_ray.plan.arithmetic import updates_per_iteration
 from g2rpo_ray.sampling.group import RolloutGroup
+from g2rpo_ray.training.collect import update_metrics
 from tests.rollout.tiny import ALGORITHMS, PlainEngine, draw_group, tiny_config, tiny_policy
 
 CPU = torch.device("cpu")
@@ -224,6 +227,49 @@ def test_old_log_probabilities_of_the_learner_hold_for_every_update_of_an_iterat
     report = update(PlainEngine(policy, learning_rate=0.0), groups, config)
     moved = {record.health.max_abs_log_ratio > 0 for record in report.records}
     assert moved == {old_log_prob == "rollout"}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_updates_on_parts_of_the_members_begin_at_one_and_move_the_ratio(algorithm: str) -> None:
+    config = tiny_config(algorithm, rollout={"batch_size": 2}, learner={"updates_per_iteration": 2})
+    policy = tiny_policy()
+    groups = draw_groups(config, policy=policy)
+    counts = make_algorithm(config).counts(0)
+    engine = PlainEngine(policy, learning_rate=0.1)
+    report = update(engine, groups, config)
+    assert len(report.grad_norms) == sum(engine.ended) == updates_per_iteration(config, counts) == 2
+    assert len(report.records) == 2 * 2 * len(groups[0].sde_steps)
+    for record in report.records:
+        assert (record.health.max_abs_log_ratio == 0.0) == (record.update == 0)
+    assert update_metrics(report)["groups/trained"] == 2 * counts.groups
+    rows = 1 if groups[0].latents.shape[1] == 1 else 2
+    assert rows * len(engine.ended) == 2 * counts.learner_passes
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_parts_gradients_have_the_whole_groups_mean(algorithm: str) -> None:
+    whole, parts = (
+        tiny_config(algorithm, learner={"updates_per_iteration": count}) for count in (1, 2)
+    )
+    groups = draw_groups(whole)
+    engine = PlainEngine(tiny_policy(), learning_rate=0.0)
+    update(engine, groups, parts)
+    halves = [torch.cat([g[name].flatten() for name in sorted(g)]) for g in engine.gradients]
+    assert not torch.equal(*halves)
+    assert_same_gradient(torch.stack(halves).mean(dim=0), gradient_of(whole, groups))
+
+
+@pytest.mark.parametrize("algorithm", ["g2rpo", "mix_grpo"])
+def test_old_log_probabilities_of_the_learner_are_of_before_the_first_part(algorithm: str) -> None:
+    config = tiny_config(algorithm, learner={"old_log_prob": "learner", "updates_per_iteration": 2})
+    groups = draw_groups(config)
+    policy = tiny_policy()
+    with torch.no_grad():
+        policy.transformer.proj_out.weight.mul_(1.001)
+    still = update(PlainEngine(policy, learning_rate=0.0), groups, config)
+    assert max(record.health.max_abs_log_ratio for record in still.records) == 0.0
+    moved = update(PlainEngine(policy, learning_rate=0.1), groups, config)
+    assert all(r.health.max_abs_log_ratio > 0 for r in moved.records if r.update == 1)
 
 
 def test_kl_is_zero_at_the_reference_and_grows_away_from_it() -> None:

@@ -20,7 +20,8 @@ from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.group import GroupKey, RolloutGroup
 from g2rpo_ray.sampling.sampler import Sampler
 
-ALGORITHMS = ["g2rpo", "mix_grpo", "flow_grpo", "dance_grpo"]
+ALGORITHMS = ["g2rpo", "e_grpo", "mix_grpo", "flow_grpo", "dance_grpo"]
+"""Those whose objective is a ratio's."""
 LATENT_SIZE = 2
 """Rows and columns of tokens."""
 
@@ -35,6 +36,7 @@ def tiny_config(algorithm: str, **sections: dict[str, Any]) -> Config:
         "prompts": {"train": "unused", "heldout": "unused"},
         "sampling": {"steps": 6, "members": 4, "prompts_per_iteration": 2},
         "g2rpo": {"sde_steps": [0, 1, 2]},
+        "e_grpo": {"first": 4},
         "mix_grpo": {"window": 2, "shift_interval": 1},
         "rollout": {"batch_size": 3},
         "rewards": {"oracle": {"kind": "oracle"}},
@@ -87,7 +89,7 @@ def draw_group(
     sampler = tiny_sampler(policy, config)
     draw = make_algorithm(config).draw(sampler, prompt.embeds, key, iteration)
     rewards = torch.full(
-        (1, draw.granularities, len(draw.sde_steps), config.sampling.members), torch.nan
+        (1, draw.granularities, len(draw.step_indices), config.sampling.members), torch.nan
     )
     for positions, x0 in draw.finished:
         rewards[0][:, positions] = x0.sum(dim=(-2, -1))[:, None]
@@ -104,6 +106,7 @@ def draw_group(
         reward_names=["oracle"],
         evaluations=sampler.exact.evaluations,
         batch_size=sampler.exact.batch_size,
+        times=draw.times,
     )
 
 
@@ -121,6 +124,9 @@ class PlainEngine:
     """``last`` of every backward pass."""
     held: list[bool] = field(default_factory=list)
     """``hold`` of every step."""
+    old_policy_decays: list[float] = field(default_factory=list)
+    """Of every move of the old policy."""
+    updates: int = 0
 
     def __call__(self, *args: Any) -> Tensor:
         velocity: Tensor = self.policy(*args)
@@ -133,9 +139,13 @@ class PlainEngine:
         loss.backward()
         self.ended.append(last)
 
+    def move_old_policy(self, decay: float) -> None:
+        self.old_policy_decays.append(decay)
+
     @torch.no_grad()
     def step(self, *, hold: bool = False) -> float:
         self.held.append(hold)
+        self.updates += 1
         gradient = {}
         for name, parameter in self.policy.transformer.named_parameters():
             if parameter.grad is not None:

@@ -73,6 +73,7 @@ def test_the_ratio_before_the_first_update_is_exactly_one(
         f"algorithm={algorithm}",
         f"rollout.batch_size={batch_size}",
         "mix_grpo.window=2",
+        "e_grpo.first=3",
         "learner.update=per_iteration",
         negative_prompt=negative,
     )
@@ -80,6 +81,29 @@ def test_the_ratio_before_the_first_update_is_exactly_one(
     report = update(PlainEngine(load_policy(config)), groups, config)
     assert report.records
     assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
+    assert report.grad_norms[0] > 0
+
+
+@pytest.mark.parametrize(("name", "guidance", "negative"), GUIDED)
+def test_diffusion_nft_begins_at_the_old_policy(name: str, guidance: float, negative: str) -> None:
+    config = family_config(
+        name,
+        f"sampling.guidance={guidance}",
+        "algorithm=diffusion_nft",
+        "diffusion_nft.times_per_picture=2",
+        "learner.update=per_iteration",
+        negative_prompt=negative,
+    )
+    (group,) = draw_groups(config, encode(config)[:1])
+    policy = load_policy(config)
+    assert group.times is not None
+    for position, times in enumerate(group.times):
+        noised, _ = group.noised(position)
+        with torch.no_grad():
+            velocity = policy(noised, times, group.prompt.embeds)
+        assert torch.equal(velocity, group.velocities[position])
+    report = update(PlainEngine(policy), [group], config)
+    assert report.taught
     assert report.grad_norms[0] > 0
 
 
