@@ -32,6 +32,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 import measuring
+from g2rpo_ray.common.device import role_device
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.engine import LearnerEngine
 from g2rpo_ray.learner.update import update_on_groups
@@ -174,7 +175,8 @@ class Training:
 
 def local_worker(config: Config) -> RolloutWorker:
     """A rollout worker with its scorers in this process."""
-    scorers = {n: make_scorer(r.kind, r.options, "cpu") for n, r in config.rewards.items()}
+    device = str(role_device(config.rollout.gpus_per_worker, "rollout.gpus_per_worker"))
+    scorers = {n: make_scorer(r.kind, r.options, device) for n, r in config.rewards.items()}
     return RolloutWorker(config, LocalScoring(scorers))
 
 
