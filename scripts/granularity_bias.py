@@ -34,13 +34,11 @@ from torch import Tensor
 import measuring
 from compare_algorithms import LocalScoring, local_worker
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.learner.checkpoints.format import read_weights
 from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.maths.granularity import branch_plan, completion_indices
 from g2rpo_ray.maths.sde import SdeStep, euler_step
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.text import TextEncoder
-from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.prompts.dataset import read_config_prompts
 from g2rpo_ray.rollout.worker import RolloutWorker
 from g2rpo_ray.sampling.group import GroupKey
@@ -72,8 +70,6 @@ class Study:
 
     config: Path
     overrides: tuple[str, ...]
-    checkpoint: Path | None
-    """Folder of the weights; none is the base model."""
     push: float
     """Of the stochastic step's standard deviation."""
 
@@ -93,8 +89,6 @@ def _roles(study: Study) -> tuple[RolloutWorker, TextEncoder, list[str]]:
     """Once a process."""
     config = load_config(study.config, list(study.overrides))
     worker = local_worker(config)
-    if study.checkpoint is not None:
-        load_weights(worker.policy, read_weights(study.checkpoint))
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
     return worker, encoder, read_config_prompts(config, config.prompts.heldout)
 
@@ -374,7 +368,6 @@ def main() -> int:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--config", type=Path, default=measuring.ROOT / "configs/quickstart.yaml")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides")
-    parser.add_argument("--checkpoint", type=Path, help="folder of a run's weights; none: the base")
     parser.add_argument("--prompts", type=int, default=64, help="held-out ones, a group each and k")
     parser.add_argument("--push", type=float, default=0.5, help="of the step's std (0.5)")
     parser.add_argument("--data", type=Path, required=True, help="file of the scores (.npz)")
@@ -387,7 +380,7 @@ def main() -> int:
     card = ["rollout.gpus_per_worker=1", "rollout.compile=false", "rollout.batch_size=4096"]
     card += ["rollout.decode_batch_size=512"]
     overrides = (*options.set, *(card if options.cards else []))
-    study = Study(options.config, overrides, options.checkpoint, options.push)
+    study = Study(options.config, overrides, options.push)
     done = collect(study, options)
     if not done:
         print("no prompt was drawn within --limit-s", file=sys.stderr)
