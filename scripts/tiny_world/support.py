@@ -1,4 +1,4 @@
-"""What the training stages share: the loop, mixed precision, the files beside the weights."""
+"""What the training stages share: the loop, mixed precision, how weights are written."""
 
 import json
 import time
@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from g2rpo_ray.tiny_world import assets_dir
 
 
 def fit(
@@ -38,17 +36,10 @@ def fit(
             print(f"{name} step {step}/{steps} loss {loss.item():.4f} {seconds:.1f} s")
 
 
-def half_precision(device: torch.device) -> AbstractContextManager[None]:
+def half_precision(device: torch.device, wanted: bool = True) -> AbstractContextManager[None]:
     """bfloat16 products on a GPU; on the CPU they would be slower than float32."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-
-
-def copy_shipped(part: str, folder: Path) -> None:
-    """Write a part's JSON files, as they are shipped: configurations, tokenizers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in (assets_dir() / part).glob("*.json"):
-        # Not by shutil, which refuses to copy a file onto itself.
-        (folder / file.name).write_bytes(file.read_bytes())
+    on = wanted and device.type == "cuda"
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=on)
 
 
 def save_half(model: Any, folder: Path) -> None:
