@@ -90,7 +90,9 @@ def main(arguments: list[str] | None = None) -> None:
     total = sum(result["sizes_mb"].values())
     limit = SIZE_LIMIT_MB[options.world]
     if total > limit:
-        sys.exit(f"{options.out} holds {total:.1f} MB; at most {limit} MB may be shipped or carried")
+        sys.exit(
+            f"{options.out} holds {total:.1f} MB; at most {limit} MB may be shipped or carried"
+        )
 
 
 class Build:

@@ -2,9 +2,14 @@
 
     python scripts/compare_algorithms.py --processes 2 --json runs/comparison.json \
         --markdown docs/comparison.md
+    python scripts/compare_algorithms.py --config scripts/tiny_world/hard_run.yaml --cards 1 \
+        --processes 9 --keep runs/compared --limit-s 500 --judge-steps 8 16 28 50
 
 Every run is one process with one thread and no Ray: rollout, scorers and learner are the same
-classes that the cluster runs. A run's held-out rewards are measured every few iterations, so that
+classes that the cluster runs. With ``--cards``, many of them share each card. With ``--keep``, a
+run's weights, optimizer and measurements are kept in a folder of its own, and a comparison that was
+stopped, also by ``--limit-s``, goes on with the same command. ``judgement.py`` reads the folder.
+ A run's held-out rewards are measured every few iterations, so that
 one run answers for all three budgets. With ``--tuning FILE``, each row's learning rate is chosen
 from ``--learning-rates`` by the trained rewards of a seed that is not used again; the choice is
 kept in the file and taken from it where it exists. A run's value at a budget is the mean of the
@@ -15,12 +20,12 @@ oracle, and rows that are measured less often must not be read at an earlier poi
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -33,7 +38,9 @@ from torch import Tensor
 
 import measuring
 from g2rpo_ray.common.device import role_device
-from g2rpo_ray.config import Config
+from g2rpo_ray.common.files import replacing
+from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.learner.checkpoints.parts import StateReader, write_parts
 from g2rpo_ray.learner.engine import LearnerEngine
 from g2rpo_ray.learner.update import update_on_groups
 from g2rpo_ray.models.policy import load_policy
@@ -42,7 +49,9 @@ from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer
+from g2rpo_ray.rollout.answers import HeldoutDraw
 from g2rpo_ray.rollout.worker import RolloutWorker
+from side_by_side import side_by_side
 
 TUNING_SEED = 1000
 WINDOW = 1 / 3
@@ -83,55 +92,119 @@ class Job:
     every: int
     """Iterations between held-out evaluations."""
     overrides: list[str] = field(default_factory=list)
+    config: Path = measuring.ROOT / "configs" / "quickstart.yaml"
+    judge_steps: list[int] = field(default_factory=list)
+    """Step counts at which the end is judged."""
+    keep: Path | None = None
+    """Folder of all runs."""
+    until_s: float = math.inf
+    """Time of the clock (``time.time``) at which the run pauses."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Its own."""
+        name = "".join(c if c.isalnum() else "_" for c in self.row)
+        return self.keep and self.keep / f"{name}-{self.learning_rate:g}-{self.seed}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """What a run gave."""
+    """What a run gave so far."""
 
     job: Job
     points: list[Point]
     first_max_abs_log_ratio: float | None
     """Largest |Δlog p| before an iteration's first update, over the whole run; None: not kept."""
+    iteration: int = 0
+    evaluations: int = 0
+    train_s: float = 0.0
+    done: bool = True
+    judged: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    """At the end: step count -> reward -> mean over the pictures of each held-out prompt."""
+
+    @property
+    def spent(self) -> bool:
+        """Whether all budgets are."""
+        job = self.job
+        return (
+            self.iteration >= job.max_iterations
+            and self.evaluations >= job.max_evaluations
+            and self.train_s >= job.max_s
+        )
+
+
+BASE = "base model"
+"""The row of the untrained model: judged, and never trained."""
 
 
 def train(job: Job) -> Result:
-    """Run one job in this process, until all of its budgets are spent."""
-    settings = [
-        f"seed={job.seed}",
-        f"iterations={job.max_iterations}",
-        f"learner.learning_rate={job.learning_rate}",
-        "learner.ranks=1",
-    ]
-    training = Training(measuring.quickstart([*settings, *ROWS[job.row], *job.overrides]))
-    points = [Point(0, 0, 0.0, training.heldout_means())]
-    iteration = evaluations = 0
-    train_s = first_ratio = 0.0
-    while (
-        iteration < job.max_iterations or evaluations < job.max_evaluations or train_s < job.max_s
-    ):
-        seconds, (spent, ratio) = measuring.timed(partial(training.iterate, iteration))
-        iteration, evaluations, train_s = iteration + 1, evaluations + spent, train_s + seconds
-        first_ratio = max(first_ratio, ratio)
-        if iteration % job.every == 0:
+    """Run one job in this process, until all of its budgets are spent or it has to pause."""
+    result = kept_result(job)
+    if result.done or time.time() > job.until_s:
+        return result
+    training = Training(job, result)
+    if not result.points:
+        result.points.append(Point(0, 0, 0.0, training.heldout_means()))
+    while not result.spent and time.time() < job.until_s:
+        seconds, (spent, ratio) = measuring.timed(partial(training.iterate, result.iteration))
+        result.iteration += 1
+        result.evaluations += spent
+        result.train_s += seconds
+        result.first_max_abs_log_ratio = max(result.first_max_abs_log_ratio or 0.0, ratio)
+        if result.iteration % job.every == 0:
             rewards = training.heldout_means()
-            points.append(Point(iteration, evaluations, train_s, rewards))
+            result.points.append(
+                Point(result.iteration, result.evaluations, result.train_s, rewards)
+            )
             print(
                 f"{job.row:<16} seed {job.seed} lr {job.learning_rate:g}  iteration "
-                f"{iteration:>4}  {evaluations:>7,} evaluations  {train_s:5.0f} s  "
+                f"{result.iteration:>4}  {result.evaluations:>7,} evaluations  "
+                f"{result.train_s:5.0f} s  "
                 + "  ".join(f"{name} {value:.3f}" for name, value in rewards.items()),
                 flush=True,
             )
-    return Result(job, points, first_ratio)
+            training.keep(result)
+    if result.spent:
+        result.judged = {steps: training.judge(steps) for steps in job.judge_steps}
+        result.done = True
+    training.keep(result)
+    return result
+
+
+def kept_result(job: Job) -> Result:
+    """What its folder says, if it has one."""
+    file = job.folder and job.folder / "result.json"
+    if not (file and file.exists()):
+        return Result(job, [], None, done=False)
+    result = TypeAdapter(Result).validate_json(file.read_text())
+    result.job = job
+    return result
 
 
 class Training:
     """What a run's roles do, in one process."""
 
-    def __init__(self, config: Config) -> None:
-        self.config, self.worker = config, local_worker(config)
-        measuring.join_alone(self.worker.device)
-        self.engine = LearnerEngine(load_policy(config), config.learner)
+    def __init__(self, job: Job, result: Result) -> None:
+        settings = [
+            f"seed={job.seed}",
+            f"iterations={max(1, job.max_iterations)}",
+            f"learner.learning_rate={job.learning_rate}",
+            "learner.ranks=1",
+            *ROWS.get(job.row, []),
+            *job.overrides,
+        ]
+        self.config = config = load_config(job.config, settings)
+        self.worker = local_worker(config)
+        self.device = self.worker.device
+        measuring.join_alone(self.device)
+        self._folder = job.folder
+        state = None
+        if self._folder and result.iteration:
+            state = StateReader([self._folder / f"state-{result.iteration}.safetensors"])
+        policy = load_policy(config, self.device)
+        self.engine = LearnerEngine(policy, config.learner, state, self._updates(result))
+        if state is not None:
+            self._show_weights()
         self.encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
         self.texts = read_config_prompts(config, config.prompts.train)
         self.order = PromptOrder(
@@ -139,6 +212,38 @@ class Training:
         )
         heldout = list(enumerate(read_config_prompts(config, config.prompts.heldout)))
         self.heldout = [self.prompt(*each) for each in evenly(heldout, config.evaluation.prompts)]
+
+    def _updates(self, result: Result) -> int:
+        steps = len(self.worker.algorithm.trained_steps(0))
+        per_step = self.config.learner.update == "per_sde_step"
+        return result.iteration * (steps if per_step else 1)
+
+    def keep(self, result: Result) -> None:
+        """The result, and the weights and optimizer that it goes on from, if it does."""
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        state = self._folder / f"state-{result.iteration}.safetensors"
+        if not result.done and result.iteration:
+            with replacing(state) as file:
+                write_parts(file, self.engine.state_parts())
+        with replacing(self._folder / "result.json") as file:
+            file.write_bytes(TypeAdapter(Result).dump_json(result))
+        for older in self._folder.glob("state-*.safetensors"):
+            if older != state or result.done:
+                older.unlink()
+
+    def judge(self, steps: int) -> dict[str, list[float]]:
+        """Mean score of each held-out prompt's pictures, by reward."""
+        draw = HeldoutDraw(steps, self.config.evaluation.pictures_per_prompt)
+        results = [self.worker.evaluate(prompt, draw) for prompt in self.heldout]
+        return {
+            name: [round(float(result.scores[name].mean()), 5) for result in results]
+            for name in results[0].scores
+        }
+
+    def _show_weights(self) -> None:
+        load_weights(self.worker.policy, self.engine.weights())
 
     def prompt(self, number: int, text: str) -> Prompt:
         return Prompt(number, text, self.encoder.encode(text))
@@ -159,9 +264,9 @@ class Training:
             config=self.config,
             prompts=count,
             ranks=1,
-            device=torch.device("cpu"),
+            device=self.device,
         )
-        load_weights(self.worker.policy, self.engine.weights())
+        self._show_weights()
         first = [r.health.max_abs_log_ratio for r in report.records if r.update == 0]
         return sum(group.evaluations for group in groups), max(first)
 
@@ -215,18 +320,22 @@ class LocalScores:
         return self.scores
 
 
-def run_all(jobs: Sequence[Job], processes: int, keep: Path | None = None) -> list[Result]:
+def run_all(
+    jobs: Sequence[Job], processes: int, cards: int = 0, keep: Path | None = None
+) -> list[Result]:
     """Run jobs side by side, each in a fresh process: DeepSpeed knows one group a process.
 
     What is done is written to ``keep`` at once, so that a stopped comparison loses only the rest.
     """
-    context = multiprocessing.get_context("spawn")
-    results = []
-    with context.Pool(processes, maxtasksperchild=1) as pool:
-        for result in pool.imap_unordered(train, jobs, chunksize=1):
-            results.append(result)
-            measuring.write_json(keep, {"runs": [asdict(r) for r in results]})
+    results: list[Result] = []
+    for result in side_by_side(train, jobs, processes, cards=cards, fresh=True):
+        results.append(result)
+        measuring.write_json(keep, {"runs": as_json(results)})
     return sorted(results, key=lambda result: jobs.index(result.job))
+
+
+def as_json(results: Sequence[Result]) -> Any:
+    return TypeAdapter(list[Result]).dump_python(list(results), mode="json")
 
 
 def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, float]:
@@ -251,7 +360,7 @@ def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, floa
         ]
         best: dict[str, float] = {}
         # The best comes last.
-        for result in sorted(run_all(jobs, options.processes), key=_trained_gain):
+        for result in sorted(run_all(jobs, options.processes, options.cards), key=_trained_gain):
             row, rate = result.job.row, result.job.learning_rate
             print(f"tuning {row:<16} lr {rate:g}: {_trained_gain(result):+.4f}")
             best[row] = rate
@@ -261,7 +370,7 @@ def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, floa
 
 def _trained_gain(result: Result) -> float:
     # The mean of the last half of a run: single measurements are noisy.
-    names = measuring.quickstart([]).trained_rewards
+    names = load_config(result.job.config).trained_rewards
     late = result.points[-(len(result.points) // 2) :]
     start = result.points[0].rewards
     return fmean(point.rewards[n] - start[n] for point in late for n in names)
@@ -389,12 +498,15 @@ def main() -> int:
     parser.add_argument("--tuning", type=Path, help="file of each row's learning rate")
     parser.add_argument("--tuning-evaluations", type=int, default=22_000, help="budget of tuning")
     parser.add_argument("--runs", type=Path, help="an earlier --json to show; nothing is trained")
+    parser.add_argument("--config", type=Path, default=Job.config, help="settings of every run")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
+    parser.add_argument("--cards", type=int, default=0, help="to share; 0: the CPU")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs are kept")
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="pause after this")
+    parser.add_argument("--judge-steps", nargs="*", type=int, default=[], metavar="N")
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
     parser.add_argument("--markdown", type=Path, help="write the tables")
     options = parser.parse_args()
-    # One thread and no card in every run: the rows share a machine.
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if len(options.learning_rates) > 1 and options.tuning is None:
         print("several --learning-rates need --tuning FILE", file=sys.stderr)
         return 2
@@ -406,7 +518,14 @@ def main() -> int:
         max_evaluations=options.evaluations,
         max_s=options.seconds,
         every=options.every,
-        overrides=[f"evaluation.prompts={options.heldout}"],
+        overrides=[
+            f"evaluation.prompts={options.heldout}",
+            *(measuring.settings("shared_card") if options.cards else []),
+        ],
+        config=options.config,
+        judge_steps=options.judge_steps,
+        keep=options.keep,
+        until_s=time.time() + options.limit_s,
     )
     rates = learning_rates(options, template)
     jobs = [
@@ -416,11 +535,18 @@ def main() -> int:
     ]
     if not jobs:
         return 0
+    if options.judge_steps:
+        base = replace(template, row=BASE, max_iterations=0, max_evaluations=0, max_s=0.0)
+        jobs.insert(0, base)
     if options.runs:
         runs = json.loads(options.runs.read_text())["runs"]
         results = TypeAdapter(list[Result]).validate_python(runs)
     else:
-        results = run_all(jobs, options.processes, options.json)
+        results = run_all(jobs, options.processes, options.cards, options.json)
+    if waiting := [result for result in results if not result.done]:
+        print(f"{len(waiting)} of {len(results)} runs are not done; the same command goes on")
+        return 3
+    results = [result for result in results if result.job.row != BASE]
     try:
         report = make_report(results, options)
     except ValueError as error:
@@ -471,7 +597,7 @@ def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[
             for row in options.rows
         },
         "tables": {budget: table(results, budget, limit) for budget, limit in budgets.items()},
-        "runs": [asdict(result) for result in results],
+        "runs": as_json(results),
     }
 
 

@@ -93,7 +93,6 @@ def _roles(study: Study) -> tuple[RolloutWorker, TextEncoder, list[str]]:
     return worker, encoder, read_config_prompts(config, config.prompts.heldout)
 
 
-
 def draw_prompt(job: tuple[Study, int]) -> tuple[int, npt.NDArray[np.float32], int]:
     """One prompt: its number, scores ``[rewards, ways, K, M]`` (NaN where a span does not fit
     before the schedule's end), and the evaluations that it took."""
@@ -216,7 +215,9 @@ class Correlations:
                     [1.0] * each.shape[0],
                     clamp=settings.clamp,
                     min_spread=settings.min_spread,
-                ).values.double().numpy()
+                )
+                .values.double()
+                .numpy()
                 for each in rewards
             ]
         )
@@ -377,8 +378,7 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="write the figure as SVG")
     parser.add_argument("--markdown", type=Path, help="write the tables")
     options = parser.parse_args()
-    card = ["rollout.gpus_per_worker=1", "rollout.compile=false", "rollout.batch_size=4096"]
-    card += ["rollout.decode_batch_size=512"]
+    card = [*measuring.settings("shared_card"), "rollout.batch_size=4096"]
     overrides = (*options.set, *(card if options.cards else []))
     study = Study(options.config, overrides, options.push)
     done = collect(study, options)

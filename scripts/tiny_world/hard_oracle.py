@@ -39,11 +39,9 @@ def _make_labels() -> npt.NDArray[np.uint8]:
     palette = np.stack((light, DARK * light), axis=1).reshape(-1, 3)
     distance = np.linalg.norm(rgb[..., None, :] - palette, axis=-1)
     # On the way from light to dark, too, a pixel has its colour.
-    between = np.linalg.norm(
-        rgb[..., None, :] - 0.5 * (1 + DARK) * light, axis=-1
-    )
+    between = np.linalg.norm(rgb[..., None, :] - 0.5 * (1 + DARK) * light, axis=-1)
     labels = np.where(distance.min(axis=-1) < NEAR, distance.argmin(axis=-1), 255)
-    closer = (between.min(axis=-1) < np.minimum(distance.min(axis=-1), NEAR))
+    closer = between.min(axis=-1) < np.minimum(distance.min(axis=-1), NEAR)
     dark = np.linalg.norm(rgb, axis=-1) < np.linalg.norm(
         0.5 * (1 + DARK) * light[between.argmin(axis=-1)], axis=-1
     )
@@ -147,9 +145,7 @@ def _score(labels: npt.NDArray[np.uint8], caption: str) -> float:
     return float(shares[0] * shares[1] * (1.0 if seen == relation else 0.5) * (2 / 3) ** foreign)
 
 
-def check(
-    pictures: npt.NDArray[np.uint8], captions: Sequence[str]
-) -> npt.NDArray[np.float32]:
+def check(pictures: npt.NDArray[np.uint8], captions: Sequence[str]) -> npt.NDArray[np.float32]:
     """How much of its caption each picture shows, in [0, 1].
 
     Args:

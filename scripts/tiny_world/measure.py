@@ -26,9 +26,7 @@ def auc(scores: npt.NDArray[np.float32], right: npt.NDArray[np.bool_]) -> float:
 
 
 @torch.no_grad()
-def measure_autoencoder(
-    world: World, folder: Path, device: torch.device, pictures: int
-) -> Figures:
+def measure_autoencoder(world: World, folder: Path, device: torch.device, pictures: int) -> Figures:
     """PSNR in dB, the oracle on reconstructions, mean and spread of normalised latents."""
     vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
     source = PictureSource(device, 999, world)

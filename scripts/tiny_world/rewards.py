@@ -215,11 +215,7 @@ def _fit(
 
 
 def train_clip(
-    folder: Path,
-    pictures: TrainingPictures,
-    effort: RewardEffort,
-    device: torch.device,
-    seed: int,
+    folder: Path, pictures: TrainingPictures, effort: RewardEffort, device: torch.device, seed: int
 ) -> None:
     """Train the `local-dir:` folder's architecture from nothing on pictures and captions.
 
