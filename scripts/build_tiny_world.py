@@ -6,7 +6,7 @@
 takes a few minutes on one H100 and hours on a CPU, so the tiny world's assets are shipped; those of
 the harder one (``tiny_world/hard.py``), on which algorithms are compared, are not. Architectures
 and tokenizers are read from the shipped files; weights are trained from nothing. A build that was
-stopped goes on after its last whole stage. `--quick` runs a few steps of each stage to show that
+stopped goes on after its last whole stage. `--effort quick` runs a few steps of each stage to show that
 everything works.
 """
 
@@ -59,7 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="assets folder")
     parser.add_argument("--seed", type=int, default=0, help="of all training (default 0)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything")
+    parser.add_argument(
+        "--effort", choices=("full", "trial", "quick"), default="full", help="see efforts.yaml"
+    )
     parser.add_argument("--limit-s", type=float, default=0.0, help="start no stage after this")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -68,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     # TF32 suffices for training; what is measured should be what a CPU computes, too.
     torch.set_float32_matmul_precision("high")
     efforts = yaml.safe_load(EFFORTS.read_text())
-    name = ("" if options.world == "tiny" else "hard_") + ("quick" if options.quick else "full")
+    name = ("" if options.world == "tiny" else "hard_") + options.effort
     effort = TypeAdapter(Effort).validate_python(efforts[name])
     build = Build(WORLDS[options.world](), options.out, effort, device, options.seed)
     if not build.run(options.limit_s):
@@ -78,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name:<32} {value:.4f}")
     result = {
         "seed": options.seed,
-        "quick": options.quick,
+        "effort": options.effort,
         "trained_on": f"{measuring.card_name(device)} with torch {torch.__version__}",
         "seconds": seconds,
         "figures": figures,
@@ -191,7 +193,7 @@ def _readme(options: argparse.Namespace, result: dict) -> str:
     command = ["python", "scripts/build_tiny_world.py", "--out", "DIR"]
     command += ["--seed", str(options.seed)]
     command += ["--device", "cpu" if result["trained_on"].startswith("CPU") else "cuda"]
-    command += ["--quick"] if options.quick else []
+    command += ["--effort", options.effort] if options.effort != "full" else []
     rows = [f"| {name} | {value:.4g} |" for name, value in result["figures"].items()]
     sizes = ", ".join(f"{name} {size} MB" for name, size in result["sizes_mb"].items())
     stages = ("vae", "flux", "clip", "hps")

@@ -32,7 +32,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 

@@ -16,7 +16,6 @@ holds are not drawn again; intervals are 95%, by bootstrap over prompts.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -282,11 +281,18 @@ def markdown(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         cells = [_cell(row[name]) for name in names]
         yield f"| {row['row']} | {row['evaluations']:.1f} | " + " | ".join(cells) + " |"
-    yield "\n| less that of Λ={1} | " + " | ".join(names[1:]) + " |"
-    yield "| --- |" + " ---: |" * (len(names) - 1)
+    yield "\n| less that of Λ={1} | " + " | ".join(names[1:]) + " | signal an evaluation |"
+    yield "| --- |" + " ---: |" * len(names)
     for row in rows[1:]:
         cells = [_cell(row[name] - rows[0][name]) for name in names[1:]]
-        yield f"| {row['row']} | " + " | ".join(cells) + " |"
+        share = _signal(row) / _signal(rows[0])
+        yield f"| {row['row']} | " + " | ".join(cells) + f" | {share:.2f} |"
+
+
+def _signal(row: dict[str, Any]) -> float:
+    """Of a sum over members, signal to noise squared grows with members times correlation squared:
+    this is what an evaluation buys of it."""
+    return float(np.nanmean(row["push trained"]) ** 2 / row["evaluations"])
 
 
 def _cell(groups: Array) -> str:

@@ -49,7 +49,7 @@ def side_by_side(
 
 def _see_one_card(cards: int) -> None:
     # A pool counts its processes from 1, those that took another's place, too.
-    number = multiprocessing.current_process()._identity[0]  # noqa: SLF001
+    number = multiprocessing.current_process()._identity[0]
     os.environ["CUDA_VISIBLE_DEVICES"] = str(number % cards) if cards else ""
 
 

@@ -86,7 +86,8 @@ def parse_caption(caption: str) -> tuple[Group, str, Group]:
             return groups[0], relation, groups[1]
     raise ValueError(
         f"not a caption of the harder world: {caption[:120]!r}; allowed: 'NUMBER SIZE PATTERN "
-        f"COLOUR SHAPE RELATION NUMBER SIZE PATTERN COLOUR SHAPE', such as {caption_of((0,) * 10)!r}"
+        "COLOUR SHAPE RELATION NUMBER SIZE PATTERN COLOUR SHAPE', such as "
+        f"{caption_of((0,) * 10)!r}"
     )
 
 

@@ -169,7 +169,7 @@ def check(pictures: npt.NDArray[np.uint8], captions: Sequence[str]) -> npt.NDArr
 class HardOracle(RewardScorer):
     """``kind: python`` with ``target: tiny_world.hard_oracle:HardOracle``; to judge by."""
 
-    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
+    def __init__(self, options: Section, device: str) -> None:
         pass
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:

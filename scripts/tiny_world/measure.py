@@ -51,7 +51,7 @@ def measure_autoencoder(world: World, folder: Path, device: torch.device, pictur
 def measure_flux(
     world: World, folder: Path, heldout: list[str], device: torch.device, rounds: int
 ) -> tuple[Figures, dict[int, npt.NDArray[np.uint8]]]:
-    """The oracle on `rounds` generated pictures a held-out caption, at each of the world's step counts.
+    """The oracle on `rounds` generated pictures a held-out caption, at the world's step counts.
 
     Returns:
         The figures, and the pictures of each step count: a caption's rounds lie side by side.
