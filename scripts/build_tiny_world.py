@@ -6,8 +6,8 @@
 takes a few minutes on one H100 and hours on a CPU, so the tiny world's assets are shipped; those of
 the harder one (``tiny_world/hard.py``), on which algorithms are compared, are not. Architectures
 and tokenizers are read from the shipped files; weights are trained from nothing. A build that was
-stopped goes on after its last whole stage. `--effort quick` runs a few steps of each stage to show that
-everything works.
+stopped goes on after its last whole stage. `--effort quick` runs a few steps of each stage to show
+that everything works.
 """
 
 import argparse

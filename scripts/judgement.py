@@ -118,8 +118,9 @@ def main() -> int:
     options = parser.parse_args()
     runs = read_runs(options.folder)
     if BASE not in runs or len(runs) < 2:
-        print(f"{options.folder} needs judged runs and the base model's; give compare_algorithms.py "
-              "--judge-steps and let it end", file=sys.stderr)  # fmt: skip
+        what = "needs judged runs and the base model's"
+        how = "give compare_algorithms.py --judge-steps and let it end"
+        print(f"{options.folder} {what}; {how}", file=sys.stderr)
         return 2
     text = "\n".join(tables(runs))
     print(text)
