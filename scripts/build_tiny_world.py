@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(options.device)
     # TF32 suffices for training; what is measured should be what a CPU computes, too.
     torch.set_float32_matmul_precision("high")
+    # As in load_policy: with torch 2.11, cuDNN's attention goes wrong in backward passes.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     efforts = yaml.safe_load(EFFORTS.read_text())
     name = ("" if options.world == "tiny" else "hard_") + options.effort
     effort = TypeAdapter(Effort).validate_python(efforts[name])

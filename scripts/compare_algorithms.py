@@ -535,7 +535,8 @@ def main() -> int:
     if not jobs:
         return 0
     if options.judge_steps:
-        base = replace(template, row=BASE, max_iterations=0, max_evaluations=0, max_s=0.0)
+        base = replace(template, row=BASE, learning_rate=1.0, max_iterations=0)
+        base = replace(base, max_evaluations=0, max_s=0.0)
         jobs.insert(0, base)
     if options.runs:
         runs = json.loads(options.runs.read_text())["runs"]

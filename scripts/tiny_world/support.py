@@ -20,7 +20,11 @@ def fit(
     batch_loss: Callable[[], Tensor],
     after_step: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Descend ``batch_loss()``, the gradient's norm clipped at 1; print ten losses on the way."""
+    """Descend ``batch_loss()``, the gradient's norm clipped at 1; print ten losses on the way.
+
+    Raises:
+        RuntimeError: one of them is not finite.
+    """
     start_s = time.monotonic()
     for step in range(steps):
         loss = batch_loss()
@@ -34,6 +38,8 @@ def fit(
         if step % max(1, steps // 10) == 0 or step == steps - 1:
             seconds = time.monotonic() - start_s
             print(f"{name} step {step}/{steps} loss {loss.item():.4f} {seconds:.1f} s")
+            if not loss.isfinite():
+                raise RuntimeError(f"{name}: the loss is {loss.item()} at step {step}")
 
 
 def half_precision(device: torch.device, wanted: bool = True) -> AbstractContextManager[None]:
