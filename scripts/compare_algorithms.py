@@ -3,7 +3,7 @@
     python scripts/compare_algorithms.py --processes 2 --json runs/comparison.json \
         --markdown docs/comparison.md
     python scripts/compare_algorithms.py --config scripts/tiny_world/hard_run.yaml --cards 1 \
-        --processes 9 --keep runs/compared --limit-s 500 --judge-steps 8 16 28 50
+        --rows-of paper --processes 9 --keep runs/compared --limit-s 500 --judge-steps 8 16 28 50
 
 Every run is one process with one thread and no Ray: rollout, scorers and learner are the same
 classes that the cluster runs. With ``--cards``, many of them share each card. With ``--keep``, a
@@ -25,298 +25,25 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
+import yaml
 from pydantic import TypeAdapter
-from torch import Tensor
 
 import measuring
-from g2rpo_ray.common.device import role_device
-from g2rpo_ray.common.files import replacing
-from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.learner.checkpoints.parts import StateReader, write_parts
-from g2rpo_ray.learner.engine import LearnerEngine
-from g2rpo_ray.learner.update import update_on_groups
-from g2rpo_ray.models.policy import load_policy
-from g2rpo_ray.models.text import TextEncoder
-from g2rpo_ray.models.weights import load_weights
-from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
-from g2rpo_ray.rewards.registry import make_scorer
-from g2rpo_ray.rewards.scorer import RewardScorer
-from g2rpo_ray.rollout.answers import HeldoutDraw
-from g2rpo_ray.rollout.worker import RolloutWorker
+from comparing.runs import BASE, Job, Point, Result, train
+from g2rpo_ray.config import load_config
 from side_by_side import side_by_side
 
 TUNING_SEED = 1000
+ROWS = Path(__file__).parent / "comparing" / "rows.yaml"
+"""Each row's settings on top of those of every run."""
 WINDOW = 1 / 3
 """Share of a budget, at its end, over which a run's rewards are averaged."""
-
-ROWS: dict[str, list[str]] = {
-    "G2RPO Λ={1}": ["algorithm=g2rpo", "g2rpo.granularities=[1]"],
-    "G2RPO Λ={1,2}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2]"],
-    "G2RPO Λ={1,2,3}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2,3]"],
-    "MixGRPO": ["algorithm=mix_grpo", "mix_grpo.window=2", "mix_grpo.shift_interval=10"],
-    "Flow-GRPO": ["algorithm=flow_grpo"],
-    "DanceGRPO": ["algorithm=dance_grpo", "sampling.sde=dance", "sampling.eta=0.3"],
-}
-"""Table row -> settings on top of the quickstart's."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """Held-out rewards after so much training."""
-
-    iteration: int
-    evaluations: int
-    train_s: float
-    """Wall time of training, evaluations on held-out prompts left out."""
-    rewards: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run."""
-
-    row: str
-    seed: int
-    learning_rate: float
-    max_iterations: int
-    max_evaluations: int
-    max_s: float
-    every: int
-    """Iterations between held-out evaluations."""
-    overrides: list[str] = field(default_factory=list)
-    config: Path = measuring.ROOT / "configs" / "quickstart.yaml"
-    judge_steps: list[int] = field(default_factory=list)
-    """Step counts at which the end is judged."""
-    keep: Path | None = None
-    """Folder of all runs."""
-    until_s: float = math.inf
-    """Time of the clock (``time.time``) at which the run pauses."""
-
-    @property
-    def folder(self) -> Path | None:
-        """Its own."""
-        name = "".join(c if c.isalnum() else "_" for c in self.row)
-        return self.keep and self.keep / f"{name}-{self.learning_rate:g}-{self.seed}"
-
-
-@dataclass
-class Result:
-    """What a run gave so far."""
-
-    job: Job
-    points: list[Point]
-    first_max_abs_log_ratio: float | None
-    """Largest |Δlog p| before an iteration's first update, over the whole run; None: not kept."""
-    iteration: int = 0
-    evaluations: int = 0
-    train_s: float = 0.0
-    done: bool = True
-    judged: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    """At the end: step count -> reward -> mean over the pictures of each held-out prompt."""
-
-    @property
-    def spent(self) -> bool:
-        """Whether all budgets are."""
-        job = self.job
-        return (
-            self.iteration >= job.max_iterations
-            and self.evaluations >= job.max_evaluations
-            and self.train_s >= job.max_s
-        )
-
-
-BASE = "base model"
-"""The row of the untrained model: judged, and never trained."""
-
-
-def train(job: Job) -> Result:
-    """Run one job in this process, until all of its budgets are spent or it has to pause."""
-    result = kept_result(job)
-    if result.done or time.time() > job.until_s:
-        return result
-    training = Training(job, result)
-    if not result.points:
-        result.points.append(Point(0, 0, 0.0, training.heldout_means()))
-    while not result.spent and time.time() < job.until_s:
-        seconds, (spent, ratio) = measuring.timed(partial(training.iterate, result.iteration))
-        result.iteration += 1
-        result.evaluations += spent
-        result.train_s += seconds
-        result.first_max_abs_log_ratio = max(result.first_max_abs_log_ratio or 0.0, ratio)
-        if result.iteration % job.every == 0:
-            rewards = training.heldout_means()
-            result.points.append(
-                Point(result.iteration, result.evaluations, result.train_s, rewards)
-            )
-            print(
-                f"{job.row:<16} seed {job.seed} lr {job.learning_rate:g}  iteration "
-                f"{result.iteration:>4}  {result.evaluations:>7,} evaluations  "
-                f"{result.train_s:5.0f} s  "
-                + "  ".join(f"{name} {value:.3f}" for name, value in rewards.items()),
-                flush=True,
-            )
-            training.keep(result)
-    if result.spent:
-        result.judged = {steps: training.judge(steps) for steps in job.judge_steps}
-        result.done = True
-    training.keep(result)
-    return result
-
-
-def kept_result(job: Job) -> Result:
-    """What its folder says, if it has one."""
-    file = job.folder and job.folder / "result.json"
-    if not (file and file.exists()):
-        return Result(job, [], None, done=False)
-    result = TypeAdapter(Result).validate_json(file.read_text())
-    result.job = job
-    return result
-
-
-class Training:
-    """What a run's roles do, in one process."""
-
-    def __init__(self, job: Job, result: Result) -> None:
-        settings = [
-            f"seed={job.seed}",
-            f"iterations={max(1, job.max_iterations)}",
-            f"learner.learning_rate={job.learning_rate}",
-            "learner.ranks=1",
-            *ROWS.get(job.row, []),
-            *job.overrides,
-        ]
-        self.config = config = load_config(job.config, settings)
-        self.worker = local_worker(config)
-        self.device = self.worker.device
-        measuring.join_alone(self.device)
-        self._folder = job.folder
-        state = None
-        if self._folder and result.iteration:
-            state = StateReader([self._folder / f"state-{result.iteration}.safetensors"])
-        policy = load_policy(config, self.device)
-        self.engine = LearnerEngine(policy, config.learner, state, self._updates(result))
-        if state is not None:
-            self._show_weights()
-        self.encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
-        self.texts = read_config_prompts(config, config.prompts.train)
-        self.order = PromptOrder(
-            len(self.texts), config.seed, config.sampling.prompts_per_iteration
-        )
-        heldout = list(enumerate(read_config_prompts(config, config.prompts.heldout)))
-        self.heldout = [self.prompt(*each) for each in evenly(heldout, config.evaluation.prompts)]
-
-    def _updates(self, result: Result) -> int:
-        steps = len(self.worker.algorithm.trained_steps(0))
-        per_step = self.config.learner.update == "per_sde_step"
-        return result.iteration * (steps if per_step else 1)
-
-    def keep(self, result: Result) -> None:
-        """The result, and the weights and optimizer that it goes on from, if it does."""
-        if self._folder is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        state = self._folder / f"state-{result.iteration}.safetensors"
-        if not result.done and result.iteration:
-            with replacing(state) as file:
-                write_parts(file, self.engine.state_parts())
-        with replacing(self._folder / "result.json") as file:
-            file.write_bytes(TypeAdapter(Result).dump_json(result))
-        for older in self._folder.glob("state-*.safetensors"):
-            if older != state or result.done:
-                older.unlink()
-
-    def judge(self, steps: int) -> dict[str, list[float]]:
-        """Mean score of each held-out prompt's pictures, by reward."""
-        draw = HeldoutDraw(steps, self.config.evaluation.pictures_per_prompt)
-        results = [self.worker.evaluate(prompt, draw) for prompt in self.heldout]
-        return {
-            name: [round(float(result.scores[name].mean()), 5) for result in results]
-            for name in results[0].scores
-        }
-
-    def _show_weights(self) -> None:
-        load_weights(self.worker.policy, self.engine.weights())
-
-    def prompt(self, number: int, text: str) -> Prompt:
-        return Prompt(number, text, self.encoder.encode(text))
-
-    def iterate(self, iteration: int) -> tuple[int, float]:
-        """Evaluations of the rollout, and the largest |Δlog p| before the first update."""
-        count = self.config.sampling.prompts_per_iteration
-        groups = [
-            self.worker.rollout(
-                self.prompt(number, self.texts[number]), iteration * count + slot, iteration
-            )[1]
-            for slot, number in enumerate(self.order.batch(iteration))
-        ]
-        report = update_on_groups(
-            self.engine,
-            groups,
-            [1.0] * count,
-            config=self.config,
-            prompts=count,
-            ranks=1,
-            device=self.device,
-        )
-        self._show_weights()
-        first = [r.health.max_abs_log_ratio for r in report.records if r.update == 0]
-        return sum(group.evaluations for group in groups), max(first)
-
-    def heldout_means(self) -> dict[str, float]:
-        results = [self.worker.evaluate(prompt) for prompt in self.heldout]
-        return {
-            name: fmean(float(score) for result in results for score in result.scores[name])
-            for name in results[0].scores
-        }
-
-
-def local_worker(config: Config) -> RolloutWorker:
-    """A rollout worker with its scorers in this process."""
-    device = str(role_device(config.rollout.gpus_per_worker, "rollout.gpus_per_worker"))
-    scorers = {n: make_scorer(r.kind, r.options, device) for n, r in config.rewards.items()}
-    return RolloutWorker(config, LocalScoring(scorers))
-
-
-@dataclass(frozen=True)
-class LocalScoring:
-    """The reward servers' place in one process."""
-
-    scorers: dict[str, RewardScorer]
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self.scorers)
-
-    def submit(
-        self,
-        prompt_id: int,  # noqa: ARG002
-        prompt: str,
-        pictures: Tensor,
-        names: list[str],
-    ) -> "LocalScores":
-        count = [prompt] * len(pictures)
-        return LocalScores({name: self.scorers[name].score(pictures, count) for name in names})
-
-
-@dataclass(frozen=True)
-class LocalScores:
-    """Scores that are there already."""
-
-    scores: dict[str, Tensor]
-    failures: list[str] = field(default_factory=list)
-    measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    busy_s: dict[str, float] = field(default_factory=dict)
-    waiting_for: str = ""
-
-    def result(self) -> dict[str, Tensor]:
-        return self.scores
 
 
 def run_all(
@@ -337,7 +64,7 @@ def as_json(results: Sequence[Result]) -> Any:
     return TypeAdapter(list[Result]).dump_python(list(results), mode="json")
 
 
-def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, float]:
+def learning_rates(options: argparse.Namespace, templates: Sequence[Job]) -> dict[str, float]:
     """Of each row; where they are to be tuned, from the file, which is written if need be.
 
     The best is that of the highest mean gain of the trained rewards.
@@ -345,21 +72,25 @@ def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, floa
     if options.tuning is None:
         return dict.fromkeys(options.rows, options.learning_rates[0])
     if not options.tuning.exists():
-        tuned = replace(
-            template,
-            seed=TUNING_SEED,
-            max_iterations=1,
-            max_evaluations=options.tuning_evaluations,
-            max_s=0.0,
-        )
         jobs = [
-            replace(tuned, row=row, learning_rate=rate)
-            for row in options.rows
+            replace(
+                template,
+                seed=TUNING_SEED,
+                learning_rate=rate,
+                max_iterations=1,
+                max_evaluations=options.tuning_evaluations,
+                max_s=0.0,
+                judge_steps=[],
+            )
+            for template in templates
             for rate in options.learning_rates
         ]
         best: dict[str, float] = {}
+        results = run_all(jobs, options.processes, options.cards)
+        if not all(result.done for result in results):
+            sys.exit("the rates are not tuned yet; the same command goes on")
         # The best comes last.
-        for result in sorted(run_all(jobs, options.processes, options.cards), key=_trained_gain):
+        for result in sorted(results, key=_trained_gain):
             row, rate = result.job.row, result.job.learning_rate
             print(f"tuning {row:<16} lr {rate:g}: {_trained_gain(result):+.4f}")
             best[row] = rate
@@ -485,8 +216,10 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def main() -> int:
+    known = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
     parser = measuring.make_parser(__doc__)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--rows-of", choices=tuple(known), default="quickstart", help="see ROWS")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="some of them")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only tune")
     parser.add_argument("--iterations", type=int, default=100, help="budget (a)")
     parser.add_argument("--evaluations", type=int, default=44_000, help="budget (b)")
@@ -506,6 +239,14 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
     parser.add_argument("--markdown", type=Path, help="write the tables")
     options = parser.parse_args()
+    rows = {
+        row: [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        for row, settings in known[options.rows_of].items()
+    }
+    options.rows = options.rows or list(rows)
+    if unknown := sorted(set(options.rows) - rows.keys()):
+        print(f"unknown rows {unknown}; allowed: {', '.join(rows)}", file=sys.stderr)
+        return 2
     if len(options.learning_rates) > 1 and options.tuning is None:
         print("several --learning-rates need --tuning FILE", file=sys.stderr)
         return 2
@@ -526,10 +267,14 @@ def main() -> int:
         keep=options.keep,
         until_s=time.time() + options.limit_s,
     )
-    rates = learning_rates(options, template)
-    jobs = [
-        replace(template, row=row, learning_rate=rates[row], seed=seed)
+    templates = [
+        replace(template, row=row, overrides=[*rows[row], *template.overrides])
         for row in options.rows
+    ]
+    rates = learning_rates(options, templates)
+    jobs = [
+        replace(each, learning_rate=rates[each.row], seed=seed)
+        for each in templates
         for seed in options.seeds
     ]
     if not jobs:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import measuring
-from compare_algorithms import LocalScoring, local_worker
+from comparing.runs import LocalScoring, local_worker
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.maths.granularity import branch_plan, completion_indices

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import measuring
-from compare_algorithms import BASE
+from comparing.runs import BASE
 
 Array = npt.NDArray[np.float64]
 DRAWS = 4000

@@ -1,0 +1,1 @@
+"""The runs that `compare_algorithms.py` compares."""
