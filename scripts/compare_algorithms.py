@@ -234,7 +234,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument("--cards", type=int, default=0, help="to share; 0: the CPU")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs are kept")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="pause after this")
+    parser.add_argument("--limit-s", type=float, default=1e11, help="pause after this")
     parser.add_argument("--judge-steps", nargs="*", type=int, default=[], metavar="N")
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
     parser.add_argument("--markdown", type=Path, help="write the tables")

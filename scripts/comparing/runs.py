@@ -1,6 +1,5 @@
 """The runs of a comparison: what each does, in one process, and how it is kept."""
 
-import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,7 +58,7 @@ class Job:
     """Step counts at which the end is judged."""
     keep: Path | None = None
     """Folder of all runs."""
-    until_s: float = math.inf
+    until_s: float = 1e12
     """Time of the clock (``time.time``) at which the run pauses."""
 
     @property
