@@ -140,12 +140,13 @@ def lay_out(codes: Tensor, generator: torch.Generator) -> Patterned:
     )
     least, most = torch.tensor(RADII)[kind].unbind(dim=-1)
     radii = least + (most - least) * size
-    # Across the relation's axis, things share the side evenly; along it, a group has its half.
+    # Across the relation's axis, things share the side evenly; along it, a group has its half. The
+    # groups' centres always lie further apart along it than across.
     share = 60 / torch.gather(numbers, 1, group)
-    free = (share - 2 * radii - 1).clamp(min=0)
+    free = (share - 2 * radii - 1).clamp(0, 20)
     lie_across = 2 + share * (place + 0.5) + free * (across - 0.5)
     near = (group == 0) == (codes[:, 1:2] % 2 == 0)
-    lie_along = 2 + radii + (29 - 2 * radii) * along
+    lie_along = 2 + radii + (22 - 2 * radii) * along
     lie_along = torch.where(near, lie_along, 64 - lie_along)
     horizontal = (codes[:, 1] < 2)[:, None, None]
     centres = torch.where(
