@@ -222,7 +222,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", metavar="ROW", help="some of them")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only tune")
     parser.add_argument("--iterations", type=int, default=100, help="budget (a)")
-    parser.add_argument("--evaluations", type=int, default=44_000, help="budget (b)")
+    parser.add_argument("--evaluations", type=int, default=44_000, help="(b); 0: the cheapest row")
     parser.add_argument("--seconds", type=float, default=0.0, help="budget (c); 0: the fastest row")
     parser.add_argument("--every", type=int, default=20, help="iterations between evaluations")
     parser.add_argument("--heldout", type=int, default=96, help="held-out prompts")
@@ -316,7 +316,7 @@ def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[
     """
     asked = {
         "iteration": options.iterations,
-        "evaluations": options.evaluations,
+        "evaluations": options.evaluations or math.inf,
         "train_s": options.seconds or math.inf,
     }
     # No row is read beyond what every run was measured for.
