@@ -1,1 +1,1 @@
-"""The runs that `compare_algorithms.py` compares."""
+"""What the comparisons of algorithms share, for `compare_algorithms.py` and `granularity_bias.py`."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import measuring
+from comparing import ranking
 from g2rpo_ray.config import Config
 from g2rpo_ray.sampling.engine import RolloutEngine
 from g2rpo_ray.sampling.group import GroupKey
@@ -38,20 +39,18 @@ def test_walks_end_where_the_rollouts_completions_do(script: ModuleType, config:
     torch.testing.assert_close(mine.view(3, 3, *shape), theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_correlation_is_inside_groups_and_leaves_constant_ones_out(script: ModuleType) -> None:
+def test_correlation_is_inside_groups_and_leaves_constant_ones_out() -> None:
     a = np.array([[[1.0, 2, 3], [1, 1, 1]], [[3, 2, 1], [0, 1, 0]]])
-    found = script.correlation(a, np.array([[[10.0, 20, 30], [1, 2, 3]], [[1, 2, 3], [5, 7, 5]]]))
+    found = ranking.correlation(a, np.array([[[10.0, 20, 30], [1, 2, 3]], [[1, 2, 3], [5, 7, 5]]]))
     np.testing.assert_allclose(found, [[1, np.nan], [-1, 1]])
-    mean, low, high = script.with_interval(found)
+    mean, low, high = ranking.with_interval(found)
     assert mean == pytest.approx(1 / 3)
     assert low <= 0 < mean <= high <= 1
-    assert np.isnan(script.with_interval(np.full((2, 1), np.nan))).all()
+    assert np.isnan(ranking.with_interval(np.full((2, 1), np.nan))).all()
 
 
-def test_each_lambda_is_ranked_against_what_branches_are_worth(
-    script: ModuleType, config: Config
-) -> None:
-    ways, generator = script.all_ways(), np.random.default_rng(0)
+def test_each_lambda_is_ranked_against_what_branches_are_worth(config: Config) -> None:
+    ways, generator = ranking.all_ways(), np.random.default_rng(0)
     worth = generator.normal(size=(4, 2, 3, 3))  # prompts, rewards, K, members
     scores = np.zeros((4, 2, len(ways), 3, 3), np.float32)
     for number, way in enumerate(ways):
@@ -62,12 +61,12 @@ def test_each_lambda_is_ranked_against_what_branches_are_worth(
         update={"rewards": {**config.rewards, "oracle": config.rewards["clip"]}}
     )
     scores = np.concatenate([scores, scores[:, :1]], axis=1)
-    found = script.Correlations(scores, ["clip", "hps", "oracle"], whole)
+    found = ranking.Correlations(scores, ["clip", "hps", "oracle"], whole)
     found.values["trained"] = found.values["trained"][:, :2]
-    rows = {row["row"]: row for row in script.rows_of(found)}
+    rows = {row["row"]: row for row in ranking.rows_of(found)}
     one, two, three = (np.nanmean(rows[f"Λ={{{n}}}"]["fine trained"]) for n in (1, 2, 3))
     assert one == pytest.approx(1)
     assert one > two > three
     assert np.nanmean(rows["Λ={1}"]["push trained"]) == pytest.approx(1)
     assert rows["Λ={1}"]["evaluations"] < rows["Λ={1,2}"]["evaluations"]
-    assert len("\n".join(script.markdown(list(rows.values()))).splitlines()) > 10
+    assert len("\n".join(ranking.markdown(list(rows.values()))).splitlines()) > 10
