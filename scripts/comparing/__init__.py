@@ -1,1 +1,1 @@
-"""What the comparisons of algorithms share, for `compare_algorithms.py` and `granularity_bias.py`."""
+"""What `compare_algorithms.py` and `granularity_bias.py` share."""
