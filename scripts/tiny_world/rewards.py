@@ -129,9 +129,10 @@ class TrainingPictures:
     def _bank(self, draw: Callable[[Tensor, int], Tensor], rounds: int) -> Tensor:
         """uint8 [rounds, C, H, W, 3] on the device."""
         parts = torch.arange(len(self.source.world.codes)).split(960)
-        return torch.stack(
-            [torch.cat([draw(part, turn) for part in parts]) for turn in range(rounds)]
-        )
+        with half_precision(self.source.device):
+            return torch.stack(
+                [torch.cat([draw(part, turn) for part in parts]) for turn in range(rounds)]
+            )
 
     def _pick(self, bank: Tensor, captions: Tensor) -> Tensor:
         turn = torch.randint(len(bank), captions.shape, generator=self.source.generator)
