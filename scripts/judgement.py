@@ -53,9 +53,9 @@ def interval(values: Array, level: float = 0.95) -> tuple[float, float, float]:
     seeds, prompts = values.shape
     means = np.empty(DRAWS)
     for draw in range(DRAWS):
-        of_seeds = generator.integers(seeds, size=seeds)
-        of_prompts = generator.integers(prompts, size=prompts)
-        means[draw] = values[of_seeds[:, None], of_prompts].mean()
+        of_seeds = generator.integers(seeds, size=(seeds, 1))
+        of_prompts = generator.integers(prompts, size=(1, prompts))
+        means[draw] = values[of_seeds, of_prompts].mean()
     tail = (1 - level) / 2
     low, high = np.quantile(means, (tail, 1 - tail))
     return float(values.mean()), float(low), float(high)

@@ -6,6 +6,7 @@ than what one cell of the latents shows, so that a coarse end of a trajectory lo
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -33,8 +34,8 @@ _CAPTION = re.compile(
     r"(a|two|three) (\w+) (\w+) (\w+) (\w+?) (left of|right of|above|below) "
     r"(a|two|three) (\w+) (\w+) (\w+) (\w+)"
 )
-_FIELDS = (NUMBERS, RELATIONS, *((tuple(COLOURS), SHAPES, SIZES, PATTERNS) * 2))
-CHOICES = tuple(len(field) for field in _FIELDS)
+_OF_GROUP = (len(COLOURS), len(SHAPES), len(SIZES), len(PATTERNS))
+CHOICES = (len(NUMBERS), len(RELATIONS), *_OF_GROUP, *_OF_GROUP)
 """Of a scene's code: numbers, relation, then colour, shape, size, pattern of either group."""
 
 
@@ -54,18 +55,18 @@ class Group:
         return " ".join(words) + plural
 
 
-def groups_of(code: tuple[int, ...]) -> tuple[Group, str, Group]:
+def groups_of(code: Sequence[int]) -> tuple[Group, str, Group]:
     """What a code says: the groups, and where the first lies."""
-    numbers, relation, *rest = (field[i] for field, i in zip(_FIELDS, code, strict=True))
-    first, second = rest[:4], rest[4:]
-    groups = [
-        Group(number, size, pattern, colour, shape)
-        for number, (colour, shape, size, pattern) in zip(numbers, (first, second), strict=True)
-    ]
-    return groups[0], relation, groups[1]
+    first, second = NUMBERS[code[0]]
+    return _coded(first, code[2:6]), RELATIONS[code[1]], _coded(second, code[6:10])
 
 
-def caption_of(code: tuple[int, ...]) -> str:
+def _coded(number: int, code: Sequence[int]) -> Group:
+    colour, shape, size, pattern = code
+    return Group(number, SIZES[size], PATTERNS[pattern], tuple(COLOURS)[colour], SHAPES[shape])
+
+
+def caption_of(code: Sequence[int]) -> str:
     first, relation, second = groups_of(code)
     return f"{first} {relation} {second}"
 

@@ -65,7 +65,7 @@ def components(mask: _Mask) -> Iterator[_Mask]:
         return run
 
     by_row: dict[int, list[int]] = {}
-    for run, row in enumerate(rows):
+    for run, row in enumerate(rows.tolist()):
         for above in by_row.get(row - 1, ()):
             if starts[above] < ends[run] and starts[run] < ends[above]:
                 parent[root(run)] = root(above)

@@ -42,7 +42,8 @@ def test_walks_end_where_the_rollouts_completions_do(script: ModuleType, config:
 def test_correlation_is_inside_groups_and_leaves_constant_ones_out() -> None:
     a = np.array([[[1.0, 2, 3], [1, 1, 1]], [[3, 2, 1], [0, 1, 0]]])
     found = ranking.correlation(a, np.array([[[10.0, 20, 30], [1, 2, 3]], [[1, 2, 3], [5, 7, 5]]]))
-    np.testing.assert_allclose(found, [[1, np.nan], [-1, 1]])
+    wanted = np.array([[1, np.nan], [-1, 1]])
+    assert np.allclose(found, wanted, equal_nan=True)
     mean, low, high = ranking.with_interval(found)
     assert mean == pytest.approx(1 / 3)
     assert low <= 0 < mean <= high <= 1
