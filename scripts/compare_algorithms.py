@@ -61,7 +61,9 @@ def run_all(
 
 
 def as_json(results: Sequence[Result]) -> Any:
-    return TypeAdapter(list[Result]).dump_python(list(results), mode="json")
+    """Without what says where they were made."""
+    places = {"__all__": {"job": {"config", "keep", "until_s"}}}
+    return TypeAdapter(list[Result]).dump_python(list(results), mode="json", exclude=places)
 
 
 def learning_rates(options: argparse.Namespace, templates: Sequence[Job]) -> dict[str, float]:
