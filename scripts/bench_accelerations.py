@@ -15,7 +15,7 @@ from torch import Tensor
 
 import measuring
 from bench_rollout import VARIANTS
-from compare_algorithms import local_worker
+from comparing.runs import local_worker
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.models.text import TextEncoder

@@ -2,9 +2,14 @@
 
     python scripts/compare_algorithms.py --processes 2 --json runs/comparison.json \
         --markdown docs/comparison.md
+    python scripts/compare_algorithms.py --config scripts/tiny_world/hard_run.yaml --cards 1 \
+        --rows-of paper --processes 9 --keep runs/compared --limit-s 500 --judge-steps 8 16 28 50
 
 Every run is one process with one thread and no Ray: rollout, scorers and learner are the same
-classes that the cluster runs. A run's held-out rewards are measured every few iterations, so that
+classes that the cluster runs. With ``--cards``, many of them share each card. With ``--keep``, a
+run's weights, optimizer and measurements are kept in a folder of its own, and a comparison that was
+stopped, also by ``--limit-s``, goes on with the same command. ``judgement.py`` reads the folder.
+ A run's held-out rewards are measured every few iterations, so that
 one run answers for all three budgets. With ``--tuning FILE``, each row's learning rate is chosen
 from ``--learning-rates`` by the trained rewards of a seed that is not used again; the choice is
 kept in the file and taken from it where it exists. A run's value at a budget is the mean of the
@@ -15,223 +20,53 @@ oracle, and rows that are measured less often must not be read at an earlier poi
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-import torch
+import yaml
 from pydantic import TypeAdapter
-from torch import Tensor
 
 import measuring
-from g2rpo_ray.config import Config
-from g2rpo_ray.learner.engine import LearnerEngine
-from g2rpo_ray.learner.update import update_on_groups
-from g2rpo_ray.models.policy import load_policy
-from g2rpo_ray.models.text import TextEncoder
-from g2rpo_ray.models.weights import load_weights
-from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
-from g2rpo_ray.rewards.registry import make_scorer
-from g2rpo_ray.rewards.scorer import RewardScorer
-from g2rpo_ray.rollout.worker import RolloutWorker
+from comparing.runs import BASE, Job, Point, Result, train
+from g2rpo_ray.config import load_config
+from side_by_side import side_by_side
 
 TUNING_SEED = 1000
+ROWS = Path(__file__).parent / "comparing" / "rows.yaml"
+"""Each row's settings on top of those of every run."""
 WINDOW = 1 / 3
 """Share of a budget, at its end, over which a run's rewards are averaged."""
 
-ROWS: dict[str, list[str]] = {
-    "G2RPO Λ={1}": ["algorithm=g2rpo", "g2rpo.granularities=[1]"],
-    "G2RPO Λ={1,2}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2]"],
-    "G2RPO Λ={1,2,3}": ["algorithm=g2rpo", "g2rpo.granularities=[1,2,3]"],
-    "E-GRPO": ["algorithm=e_grpo", "e_grpo.first=4"],
-    "MixGRPO": ["algorithm=mix_grpo", "mix_grpo.window=2", "mix_grpo.shift_interval=10"],
-    "Flow-GRPO": ["algorithm=flow_grpo"],
-    "DanceGRPO": ["algorithm=dance_grpo", "sampling.sde=dance", "sampling.eta=0.3"],
-    "DiffusionNFT": ["algorithm=diffusion_nft"],
-}
-"""Table row -> settings on top of the quickstart's."""
 
-
-@dataclass(frozen=True)
-class Point:
-    """Held-out rewards after so much training."""
-
-    iteration: int
-    evaluations: int
-    train_s: float
-    """Wall time of training, evaluations on held-out prompts left out."""
-    rewards: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run."""
-
-    row: str
-    seed: int
-    learning_rate: float
-    max_iterations: int
-    max_evaluations: int
-    max_s: float
-    every: int
-    """Iterations between held-out evaluations."""
-    overrides: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run gave."""
-
-    job: Job
-    points: list[Point]
-    first_max_abs_log_ratio: float | None
-    """Largest |Δlog p| before an iteration's first update, over the whole run; None: not kept."""
-
-
-def train(job: Job) -> Result:
-    """Run one job in this process, until all of its budgets are spent."""
-    settings = [
-        f"seed={job.seed}",
-        f"iterations={job.max_iterations}",
-        f"learner.learning_rate={job.learning_rate}",
-        "learner.ranks=1",
-    ]
-    training = Training(measuring.quickstart([*settings, *ROWS[job.row], *job.overrides]))
-    points = [Point(0, 0, 0.0, training.heldout_means())]
-    iteration = evaluations = 0
-    train_s = first_ratio = 0.0
-    while (
-        iteration < job.max_iterations or evaluations < job.max_evaluations or train_s < job.max_s
-    ):
-        seconds, (spent, ratio) = measuring.timed(partial(training.iterate, iteration))
-        iteration, evaluations, train_s = iteration + 1, evaluations + spent, train_s + seconds
-        first_ratio = max(first_ratio, ratio)
-        if iteration % job.every == 0:
-            rewards = training.heldout_means()
-            points.append(Point(iteration, evaluations, train_s, rewards))
-            print(
-                f"{job.row:<16} seed {job.seed} lr {job.learning_rate:g}  iteration "
-                f"{iteration:>4}  {evaluations:>7,} evaluations  {train_s:5.0f} s  "
-                + "  ".join(f"{name} {value:.3f}" for name, value in rewards.items()),
-                flush=True,
-            )
-    return Result(job, points, first_ratio)
-
-
-class Training:
-    """What a run's roles do, in one process."""
-
-    def __init__(self, config: Config) -> None:
-        self.config, self.worker = config, local_worker(config)
-        measuring.join_alone(self.worker.device)
-        self.engine = LearnerEngine(
-            load_policy(config), config.learner, old_policy=config.draws_average
-        )
-        self.encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
-        self.texts = read_config_prompts(config, config.prompts.train)
-        self.order = PromptOrder(
-            len(self.texts), config.seed, config.sampling.prompts_per_iteration
-        )
-        heldout = list(enumerate(read_config_prompts(config, config.prompts.heldout)))
-        self.heldout = [self.prompt(*each) for each in evenly(heldout, config.evaluation.prompts)]
-
-    def prompt(self, number: int, text: str) -> Prompt:
-        return Prompt(number, text, self.encoder.encode(text))
-
-    def iterate(self, iteration: int) -> tuple[int, float]:
-        """Evaluations of the rollout, and the largest |Δlog p| before the first update."""
-        count = self.config.sampling.prompts_per_iteration
-        groups = [
-            self.worker.rollout(
-                self.prompt(number, self.texts[number]), iteration * count + slot, iteration
-            )[1]
-            for slot, number in enumerate(self.order.batch(iteration))
-        ]
-        report = update_on_groups(
-            self.engine,
-            groups,
-            [1.0] * count,
-            config=self.config,
-            prompts=count,
-            ranks=1,
-            device=torch.device("cpu"),
-        )
-        load_weights(self.worker.policy, self.engine.weights())
-        first = [r.health.max_abs_log_ratio for r in report.records if r.update == 0]
-        return sum(group.evaluations for group in groups), max(first)
-
-    def heldout_means(self) -> dict[str, float]:
-        results = [self.worker.evaluate(prompt) for prompt in self.heldout]
-        return {
-            name: fmean(float(score) for result in results for score in result.scores[name])
-            for name in results[0].scores
-        }
-
-
-def local_worker(config: Config) -> RolloutWorker:
-    """A rollout worker with its scorers in this process."""
-    scorers = {n: make_scorer(r.kind, r.options, "cpu") for n, r in config.rewards.items()}
-    return RolloutWorker(config, LocalScoring(scorers))
-
-
-@dataclass(frozen=True)
-class LocalScoring:
-    """The reward servers' place in one process."""
-
-    scorers: dict[str, RewardScorer]
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self.scorers)
-
-    def submit(
-        self,
-        prompt_id: int,  # noqa: ARG002
-        prompt: str,
-        pictures: Tensor,
-        names: list[str],
-    ) -> "LocalScores":
-        count = [prompt] * len(pictures)
-        return LocalScores({name: self.scorers[name].score(pictures, count) for name in names})
-
-
-@dataclass(frozen=True)
-class LocalScores:
-    """Scores that are there already."""
-
-    scores: dict[str, Tensor]
-    failures: list[str] = field(default_factory=list)
-    measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    busy_s: dict[str, float] = field(default_factory=dict)
-    waiting_for: str = ""
-
-    def result(self) -> dict[str, Tensor]:
-        return self.scores
-
-
-def run_all(jobs: Sequence[Job], processes: int, keep: Path | None = None) -> list[Result]:
+def run_all(
+    jobs: Sequence[Job], processes: int, cards: int = 0, keep: Path | None = None
+) -> list[Result]:
     """Run jobs side by side, each in a fresh process: DeepSpeed knows one group a process.
 
     What is done is written to ``keep`` at once, so that a stopped comparison loses only the rest.
     """
-    context = multiprocessing.get_context("spawn")
-    results = []
-    with context.Pool(processes, maxtasksperchild=1) as pool:
-        for result in pool.imap_unordered(train, jobs, chunksize=1):
-            results.append(result)
-            measuring.write_json(keep, {"runs": [asdict(r) for r in results]})
+    results: list[Result] = []
+    for result in side_by_side(train, jobs, processes, cards=cards, fresh=True):
+        results.append(result)
+        measuring.write_json(keep, {"runs": as_json(results)})
     return sorted(results, key=lambda result: jobs.index(result.job))
 
 
-def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, float]:
+def as_json(results: Sequence[Result]) -> Any:
+    """Without what says where they were made."""
+    places = {"__all__": {"job": {"config", "keep", "until_s"}}}
+    return TypeAdapter(list[Result]).dump_python(list(results), mode="json", exclude=places)
+
+
+def learning_rates(options: argparse.Namespace, templates: Sequence[Job]) -> dict[str, float]:
     """Of each row; where they are to be tuned, from the file, to which missing rows are added.
 
     The best is that of the highest mean gain of the trained rewards.
@@ -241,21 +76,25 @@ def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, floa
     known: dict[str, float] = {}
     if options.tuning.exists():
         known = json.loads(options.tuning.read_text())
-    if missing := [row for row in options.rows if row not in known]:
-        tuned = replace(
-            template,
-            seed=TUNING_SEED,
-            max_iterations=1,
-            max_evaluations=options.tuning_evaluations,
-            max_s=0.0,
-        )
+    if missing := [template for template in templates if template.row not in known]:
         jobs = [
-            replace(tuned, row=row, learning_rate=rate)
-            for row in missing
+            replace(
+                template,
+                seed=TUNING_SEED,
+                learning_rate=rate,
+                max_iterations=1,
+                max_evaluations=options.tuning_evaluations,
+                max_s=0.0,
+                judge_steps=[],
+            )
+            for template in missing
             for rate in options.learning_rates
         ]
+        results = run_all(jobs, options.processes, options.cards)
+        if not all(result.done for result in results):
+            sys.exit("the rates are not tuned yet; the same command goes on")
         # The best comes last.
-        for result in sorted(run_all(jobs, options.processes), key=_trained_gain):
+        for result in sorted(results, key=_trained_gain):
             row, rate = result.job.row, result.job.learning_rate
             print(f"tuning {row:<16} lr {rate:g}: {_trained_gain(result):+.4f}")
             known[row] = rate
@@ -265,7 +104,7 @@ def learning_rates(options: argparse.Namespace, template: Job) -> dict[str, floa
 
 def _trained_gain(result: Result) -> float:
     # The mean of the last half of a run: single measurements are noisy.
-    names = measuring.quickstart([]).trained_rewards
+    names = load_config(result.job.config).trained_rewards
     late = result.points[-(len(result.points) // 2) :]
     start = result.points[0].rewards
     return fmean(point.rewards[n] - start[n] for point in late for n in names)
@@ -381,11 +220,13 @@ def plot(results: Sequence[Result], path: Path) -> None:
 
 
 def main() -> int:
+    known = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
     parser = measuring.make_parser(__doc__)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--rows-of", choices=tuple(known), default="quickstart", help="see ROWS")
+    parser.add_argument("--rows", nargs="+", metavar="ROW", help="some of them")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2], help="none: only tune")
     parser.add_argument("--iterations", type=int, default=100, help="budget (a)")
-    parser.add_argument("--evaluations", type=int, default=44_000, help="budget (b)")
+    parser.add_argument("--evaluations", type=int, default=44_000, help="(b); 0: the cheapest row")
     parser.add_argument("--seconds", type=float, default=0.0, help="budget (c); 0: the fastest row")
     parser.add_argument("--every", type=int, default=20, help="iterations between evaluations")
     parser.add_argument("--heldout", type=int, default=96, help="held-out prompts")
@@ -393,12 +234,23 @@ def main() -> int:
     parser.add_argument("--tuning", type=Path, help="file of each row's learning rate")
     parser.add_argument("--tuning-evaluations", type=int, default=22_000, help="budget of tuning")
     parser.add_argument("--runs", type=Path, help="an earlier --json to show; nothing is trained")
+    parser.add_argument("--config", type=Path, default=Job.config, help="settings of every run")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
+    parser.add_argument("--cards", type=int, default=0, help="to share; 0: the CPU")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs are kept")
+    parser.add_argument("--limit-s", type=float, default=1e11, help="pause after this")
+    parser.add_argument("--judge-steps", nargs="*", type=int, default=[], metavar="N")
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
     parser.add_argument("--markdown", type=Path, help="write the tables")
     options = parser.parse_args()
-    # One thread and no card in every run: the rows share a machine.
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    rows = {
+        row: [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        for row, settings in known[options.rows_of].items()
+    }
+    options.rows = options.rows or list(rows)
+    if unknown := sorted(set(options.rows) - rows.keys()):
+        print(f"unknown rows {unknown}; allowed: {', '.join(rows)}", file=sys.stderr)
+        return 2
     if len(options.learning_rates) > 1 and options.tuning is None:
         print("several --learning-rates need --tuning FILE", file=sys.stderr)
         return 2
@@ -410,21 +262,40 @@ def main() -> int:
         max_evaluations=options.evaluations,
         max_s=options.seconds,
         every=options.every,
-        overrides=[f"evaluation.prompts={options.heldout}"],
+        overrides=[
+            f"evaluation.prompts={options.heldout}",
+            *(measuring.settings("shared_card") if options.cards else []),
+        ],
+        config=options.config,
+        judge_steps=options.judge_steps,
+        keep=options.keep,
+        until_s=time.time() + options.limit_s,
     )
+    templates = [
+        replace(template, row=row, overrides=[*rows[row], *template.overrides])
+        for row in options.rows
+    ]
     if options.runs:
         runs = json.loads(options.runs.read_text())["runs"]
         results = TypeAdapter(list[Result]).validate_python(runs)
     else:
-        rates = learning_rates(options, template)
+        rates = learning_rates(options, templates)
         jobs = [
-            replace(template, row=row, learning_rate=rates[row], seed=seed)
-            for row in options.rows
+            replace(each, learning_rate=rates[each.row], seed=seed)
+            for each in templates
             for seed in options.seeds
         ]
         if not jobs:
             return 0
-        results = run_all(jobs, options.processes, options.json)
+        if options.judge_steps:
+            base = replace(template, row=BASE, learning_rate=1.0, max_iterations=0)
+            base = replace(base, max_evaluations=0, max_s=0.0)
+            jobs.insert(0, base)
+        results = run_all(jobs, options.processes, options.cards, options.json)
+    if waiting := [result for result in results if not result.done]:
+        print(f"{len(waiting)} of {len(results)} runs are not done; the same command goes on")
+        return 3
+    results = [result for result in results if result.job.row != BASE]
     try:
         report = make_report(results, options)
     except ValueError as error:
@@ -449,7 +320,7 @@ def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[
     """
     asked = {
         "iteration": options.iterations,
-        "evaluations": options.evaluations,
+        "evaluations": options.evaluations or math.inf,
         "train_s": options.seconds or math.inf,
     }
     # No row is read beyond what every run was measured for.
@@ -475,7 +346,7 @@ def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[
             for row in options.rows
         },
         "tables": {budget: table(results, budget, limit) for budget, limit in budgets.items()},
-        "runs": [asdict(result) for result in results],
+        "runs": as_json(results),
     }
 
 

@@ -74,7 +74,7 @@ def _inside(x: _Grid, y: _Grid) -> npt.NDArray[np.bool_]:
     )
 
 
-def _overlaps(mask: npt.NDArray[np.bool_], x: float, y: float) -> npt.NDArray[np.float64]:
+def overlaps(mask: npt.NDArray[np.bool_], x: float, y: float) -> npt.NDArray[np.float64]:
     """Intersection over union with each of SHAPES at the mask's centre and of its area: [4].
 
     Equal areas make the comparison fair: a shape half-way between two is as far from both.
@@ -86,7 +86,7 @@ def _overlaps(mask: npt.NDArray[np.bool_], x: float, y: float) -> npt.NDArray[np
     return shared / (templates | mask).sum(axis=(1, 2))
 
 
-def _without_specks(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def without_specks(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """The mask without the pixels that have no neighbour above, below, left or right."""
     padded = np.pad(mask, 1)
     neighbour = padded[:-2, 1:-1] | padded[2:, 1:-1] | padded[1:-1, :-2] | padded[1:-1, 2:]
@@ -95,15 +95,15 @@ def _without_specks(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 def _find(labels: npt.NDArray[np.uint8], thing: Thing) -> tuple[float, float] | None:
     """Where the picture shows the thing (x and y of its centre in pixels), or None."""
-    mask = _without_specks(labels == _COLOUR_NAMES.index(thing.colour))
+    mask = without_specks(labels == _COLOUR_NAMES.index(thing.colour))
     area = int(mask.sum())
     if not MIN_AREA <= area <= MAX_AREA:
         return None
     rows, columns = np.nonzero(mask)
     x, y = float(columns.mean()), float(rows.mean())
-    overlaps = _overlaps(mask, x, y)
+    found = overlaps(mask, x, y)
     wanted = SHAPES.index(thing.shape)
-    if overlaps[wanted] < MIN_OVERLAP or overlaps.argmax() != wanted:
+    if found[wanted] < MIN_OVERLAP or found.argmax() != wanted:
         return None
     return x, y
 

@@ -9,7 +9,7 @@ geometry, `render` turns geometry into pixels on any device. `draw` is both for 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -214,10 +214,16 @@ def lay_out(codes: Tensor, generator: torch.Generator) -> Layout:
     )
 
 
-def render(layout: Layout, size: int = 64) -> Tensor:
+def render(
+    layout: Layout, size: int = 64, light: Callable[[Tensor, int], Tensor] | None = None
+) -> Tensor:
     """Paint the layout, things over background in their order; uint8 [B, size, size, 3].
 
     Edges are smooth: a pixel's cover is its signed distance to the outline, clipped to one pixel.
+
+    Args:
+        light: how bright a thing's paint is, [B, H, W], at offsets [B, H, W, 2] from its centre;
+            the thing by its number. Without it, things are plain.
     """
     device = layout.radii.device
     axis = (torch.arange(size, device=device) + 0.5) * (64 / size)
@@ -240,6 +246,8 @@ def render(layout: Layout, size: int = 64) -> Tensor:
         cover = (0.5 - distance * (size / 64)).clamp(0, 1) * layout.opacity[:, i, None, None]
         ramp = torch.einsum("bhwc,bc->bhw", offset / radius[..., None], layout.tilts[:, i])
         paint = _mix(layout.tones[:, i], (0.5 + 2 * ramp).clamp(0, 1))
+        if light is not None:
+            paint = paint * light(offset, i)[..., None]
         picture = torch.lerp(picture, paint, cover[..., None])
     return (picture.clamp(0, 1) * 255).round().to(torch.uint8)
 

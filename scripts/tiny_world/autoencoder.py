@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from g2rpo_ray.tiny_world import assets_dir
 from tiny_world.pictures import PictureSource, to_network, to_pictures
 from tiny_world.support import fit, half_precision, save_half
+from tiny_world.world import World
 
 SCALING, SHIFT = 0.3611, 0.1159  # FLUX.1's: (latent - SHIFT) * SCALING has about unit variance
 
@@ -23,29 +23,29 @@ class AutoencoderEffort:
 
 
 def encode(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
-    """uint8 [B, 64, 64, 3] to normalised latents, float32 [B, 16, 8, 8]."""
+    """uint8 [B, H, W, 3] to normalised latents, float32 [B, 16, H/8, W/8]."""
     latents = vae.encode(to_network(pictures)).latent_dist.mode()
     return (latents.float() - SHIFT) * SCALING
 
 
 def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
-    """Normalised latents [B, 16, 8, 8] to pictures, uint8 [B, 64, 64, 3]."""
+    """Normalised latents [B, 16, h, w] to pictures, uint8 [B, 8h, 8w, 3]."""
     return to_pictures(vae.decode(latents / SCALING + SHIFT).sample)
 
 
 def train_autoencoder(
-    folder: Path, effort: AutoencoderEffort, device: torch.device, seed: int
+    world: World, folder: Path, effort: AutoencoderEffort, device: torch.device, seed: int
 ) -> None:
-    """Train and write the `vae` folder.
+    """Train the `vae` whose configuration lies in the folder, and write it there.
 
     Two terms beside the reconstruction error: the usual KL, very weak, and one that holds mean and
     spread of every latent channel at what FLUX's shift and scaling undo.
     """
     torch.manual_seed(seed)
-    source = PictureSource(device, seed)
+    source = PictureSource(device, seed, world)
     # FLUX's form: factor 8, 16 latent channels, no quantisation layers.
-    vae = AutoencoderKL.from_config(AutoencoderKL.load_config(assets_dir() / "flux" / "vae"))
-    vae = vae.to(device).train()
+    vae = AutoencoderKL.from_config(AutoencoderKL.load_config(folder))
+    vae = vae.to(device, memory_format=torch.channels_last).train()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=effort.learning_rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, effort.learning_rate, total_steps=effort.steps, pct_start=0.05

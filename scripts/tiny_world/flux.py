@@ -1,6 +1,7 @@
 """Trains the small FLUX with its text encoders, and stops while it still has much to learn."""
 
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +20,10 @@ from transformers import (
 )
 
 from g2rpo_ray.maths.schedule import static_shift_schedule
-from g2rpo_ray.tiny_world import assets_dir
-from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
 from tiny_world.pictures import PictureSource
-from tiny_world.support import copy_shipped, fit, save_half
+from tiny_world.support import fit, half_precision, save_half
+from tiny_world.world import World
 
 TIME_SHIFT = 3.0
 GUIDANCE = 3.5
@@ -38,31 +38,33 @@ class FluxEffort:
     bank: int  # encoded pictures a caption
     learning_rate: float = 1.5e-3
     ema: float = 0.99
+    compiled: bool = False
 
 
 class TinyFlux(nn.Module):
-    """The transformer and both text encoders of the shipped sizes, called with token ids."""
+    """The transformer and both text encoders of a folder's sizes, called with token ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, flux: Path) -> None:
         super().__init__()
-        flux = assets_dir() / "flux"
         self.text_encoder = CLIPTextModel(CLIPTextConfig.from_pretrained(flux / "text_encoder"))
         self.text_encoder_2 = T5EncoderModel(T5Config.from_pretrained(flux / "text_encoder_2"))
         sizes = FluxTransformer2DModel.load_config(flux / "transformer")
         self.transformer = FluxTransformer2DModel.from_config(sizes)
 
     def embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """T5 states [B, 10, 64] and CLIP's pooled state [B, 64]."""
-        t5, clip = tokens.split((10, 12), dim=1)
+        """T5 states [B, L, D] and CLIP's pooled state [B, D]."""
+        of_clip = self.text_encoder.config.max_position_embeddings
+        t5, clip = tokens.split((tokens.shape[1] - of_clip, of_clip), dim=1)
         states = self.text_encoder_2(t5).last_hidden_state
         return states, self.text_encoder(clip).pooler_output
 
     def velocity(
         self, packed: Tensor, sigma: Tensor, guidance: Tensor, states: Tensor, pooled: Tensor
     ) -> Tensor:
-        """noise - x0 as the model sees it at latents [B, 16, 64]; sigma and guidance are [B]."""
-        # (0, row, column) of each of the 4 x 4 patches: [16, 3].
-        image_ids = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
+        """noise - x0 as the model sees it at latents [B, n x n, 64]; sigma and guidance are [B]."""
+        # (0, row, column) of each of the n x n patches.
+        axis = torch.arange(float(math.isqrt(packed.shape[1])))
+        image_ids = torch.cartesian_prod(torch.zeros(1), axis, axis)
         return self.transformer(
             hidden_states=packed,
             timestep=sigma,
@@ -76,18 +78,18 @@ class TinyFlux(nn.Module):
 
 
 def pack(latents: Tensor) -> Tensor:
-    """[B, 16, 8, 8] to FLUX's 2 x 2 patches, [B, 16, 64]."""
+    """[B, 16, h, w] to FLUX's 2 x 2 patches, [B, h/2 x w/2, 64]."""
     return F.unfold(latents, 2, stride=2).mT
 
 
 def unpack(packed: Tensor) -> Tensor:
     """The inverse of `pack`."""
-    return F.fold(packed.mT, (8, 8), 2, stride=2)
+    side = 2 * math.isqrt(packed.shape[1])
+    return F.fold(packed.mT, (side, side), 2, stride=2)
 
 
-def caption_tokens(captions: list[str], device: torch.device) -> Tensor:
-    """Token ids of T5 and of CLIP side by side, int64 [B, 10 + 12]."""
-    flux = assets_dir() / "flux"
+def caption_tokens(flux: Path, captions: list[str], device: torch.device) -> Tensor:
+    """Token ids of T5 and of CLIP side by side, int64 [B, 10 + 12]; more in a larger world."""
     tokenizers = [
         T5Tokenizer.from_pretrained(flux / "tokenizer_2"),
         CLIPTokenizer.from_pretrained(flux / "tokenizer"),
@@ -98,9 +100,10 @@ def caption_tokens(captions: list[str], device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def generate(model: TinyFlux, vae: AutoencoderKL, tokens: Tensor, steps: int, seed: int) -> Tensor:
-    """Euler pictures of the captions, uint8 [B, 64, 64, 3] on the CPU, noise from the seed."""
-    device = tokens.device
-    noise = torch.randn(len(tokens), 16, 8, 8, generator=torch.Generator().manual_seed(seed))
+    """Euler pictures of the captions, uint8 [B, H, W, 3] on the CPU, noise from the seed."""
+    device, side = tokens.device, vae.config.sample_size // 8
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(len(tokens), 16, side, side, generator=generator)
     pictures = []
     for rows in torch.arange(len(noise)).split(512):
         states, pooled = model.embed(tokens[rows.to(device)])
@@ -125,7 +128,7 @@ def finish(
     large time spoils it as models do.
 
     Args:
-        pictures: uint8 [B, 64, 64, 3] on the device.
+        pictures: uint8 [B, H, W, 3] on the device.
         sigma: float32 [B] in (0, 1) on the device.
     """
     states, pooled = model.embed(tokens)
@@ -140,18 +143,20 @@ def finish(
 
 @torch.no_grad()
 def _latent_bank(vae: AutoencoderKL, source: PictureSource, per_caption: int) -> Tensor:
-    """Packed latents of drawn pictures, float32 [per_caption, 1920, 16, 64] on the device."""
-    captions = torch.arange(len(source.codes))
+    """Packed latents of drawn pictures, float16 [per_caption, C, tokens, 64] on the device."""
+    parts = torch.arange(len(source.world.codes)).split(960)
     return torch.stack(
         [
-            torch.cat([pack(encode(vae, source.draw(part))) for part in captions.split(960)])
+            torch.cat([pack(encode(vae, source.draw(part))).half() for part in parts])
             for _ in range(per_caption)
         ]
     )
 
 
-def train_flux(folder: Path, effort: FluxEffort, device: torch.device, seed: int) -> TinyFlux:
-    """Train on all captions and write the FLUX folder beside its `vae`.
+def train_flux(
+    world: World, folder: Path, effort: FluxEffort, device: torch.device, seed: int
+) -> TinyFlux:
+    """Train on all captions and write the parts of the FLUX folder beside its `vae`.
 
     Times are uniform before the shift, so they fall as densely as a shift-3 schedule walks them.
     The guidance input is random and means nothing: a sampler may set any value from 1 to 6.
@@ -159,13 +164,13 @@ def train_flux(folder: Path, effort: FluxEffort, device: torch.device, seed: int
     Returns:
         An earlier, worse model in half precision's numbers, whose pictures lose against drawn ones.
     """
-    weak = TinyFlux()
+    weak = TinyFlux(folder)
     torch.manual_seed(seed)
     vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
-    source = PictureSource(device, seed)
+    source = PictureSource(device, seed, world)
     bank = _latent_bank(vae, source, effort.bank)
-    tokens = caption_tokens(all_captions(), device)
-    model = TinyFlux().to(device)
+    tokens = caption_tokens(folder, world.captions, device)
+    model = TinyFlux(folder).to(device)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(effort.ema))
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=effort.learning_rate, betas=(0.9, 0.99), weight_decay=0.01
@@ -173,8 +178,8 @@ def train_flux(folder: Path, effort: FluxEffort, device: torch.device, seed: int
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, 1.0, total_iters=100)
 
     def batch_loss() -> Tensor:
-        captions = torch.randint(len(source.codes), (effort.batch,), device=device)
-        x0 = bank[torch.randint(effort.bank, (effort.batch,), device=device), captions]
+        captions = torch.randint(len(tokens), (effort.batch,), device=device)
+        x0 = bank[torch.randint(effort.bank, (effort.batch,), device=device), captions].float()
         noise = torch.randn_like(x0)
         # Stratified: the batch covers the time evenly, which steadies the loss.
         uniform = (torch.arange(effort.batch, device=device) + torch.rand_like(x0[:, 0, 0])) / (
@@ -183,26 +188,28 @@ def train_flux(folder: Path, effort: FluxEffort, device: torch.device, seed: int
         sigma = TIME_SHIFT * uniform / (1 + (TIME_SHIFT - 1) * uniform)
         guidance = 1 + 5 * torch.rand_like(sigma)
         noisy = torch.lerp(x0, noise, sigma[:, None, None])
-        states, pooled = model.embed(tokens[captions])
-        return F.mse_loss(model.velocity(noisy, sigma, guidance, states, pooled), noise - x0)
+        with half_precision(device):
+            states, pooled = model.embed(tokens[captions])
+            velocity = model.velocity(noisy, sigma, guidance, states, pooled)
+        return F.mse_loss(velocity.float(), noise - x0)
 
     def after_step(step: int) -> None:
         average.update_parameters(model)
         if step + 1 == effort.weak_steps:
             weak.load_state_dict(average.module.state_dict())
 
+    if effort.compiled:
+        model.transformer.compile()
     fit("flux", model, optimizer, warm_up, effort.steps, batch_loss, after_step)
     for part in TRAINED:
         save_half(getattr(average.module, part), folder / part)
-    for part in (".", "scheduler", "tokenizer", "tokenizer_2"):
-        copy_shipped(f"flux/{part}", folder / part)
     return weak.half().float().to(device).eval()
 
 
 def load_flux(folder: Path, device: torch.device) -> tuple[TinyFlux, AutoencoderKL]:
     """The model and the VAE as a user would get them from the written folder, in float32."""
     pipeline = FluxPipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    model = TinyFlux()
+    model = TinyFlux(folder)
     for part in TRAINED:
         setattr(model, part, getattr(pipeline, part))
     return model.to(device).eval(), pipeline.vae.to(device).eval()

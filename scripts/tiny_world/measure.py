@@ -7,12 +7,11 @@ import numpy.typing as npt
 import torch
 from diffusers import AutoencoderKL
 
-from g2rpo_ray.tiny_world.oracle import check
-from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
 from tiny_world.flux import caption_tokens, generate, load_flux
 from tiny_world.pictures import PictureSource
 from tiny_world.rewards import Reader, load_clip, load_hps, score
+from tiny_world.world import World
 
 Figures = dict[str, float]
 
@@ -27,16 +26,17 @@ def auc(scores: npt.NDArray[np.float32], right: npt.NDArray[np.bool_]) -> float:
 
 
 @torch.no_grad()
-def measure_autoencoder(folder: Path, device: torch.device, pictures: int) -> Figures:
+def measure_autoencoder(world: World, folder: Path, device: torch.device, pictures: int) -> Figures:
     """PSNR in dB, the oracle on reconstructions, mean and spread of normalised latents."""
     vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
-    source = PictureSource(device, seed=999)
+    source = PictureSource(device, 999, world)
     captions = source.captions(pictures)
     drawn = source.draw(captions)
     latents = torch.cat([encode(vae, part) for part in drawn.split(256)])
     decoded = torch.cat([decode(vae, part) for part in latents.split(256)])
     error = ((decoded.float() - drawn.float()) / 255).square().mean(dim=(1, 2, 3))
-    names = [all_captions()[i] for i in captions]
+    names = [world.captions[i] for i in captions]
+    check = world.check
     return {
         "vae_psnr_db": float((-10 * error.log10()).mean()),
         "vae_oracle": float(check(decoded.cpu().numpy(), names).mean()),
@@ -49,43 +49,48 @@ def measure_autoencoder(folder: Path, device: torch.device, pictures: int) -> Fi
 
 
 def measure_flux(
-    folder: Path, heldout: list[str], device: torch.device, rounds: int
+    world: World, folder: Path, heldout: list[str], device: torch.device, rounds: int
 ) -> tuple[Figures, dict[int, npt.NDArray[np.uint8]]]:
-    """The oracle on `rounds` generated pictures a held-out caption, at 6, 8 and 12 steps.
+    """The oracle on `rounds` generated pictures a held-out caption, at the world's step counts.
 
     Returns:
         The figures, and the pictures of each step count: a caption's rounds lie side by side.
     """
     model, vae = load_flux(folder, device)
     asked = [caption for caption in heldout for _ in range(rounds)]
-    tokens = caption_tokens(asked, device)
+    tokens = caption_tokens(folder, asked, device)
     figures: Figures = {"flux_pictures": len(asked)}
     pictures = {}
-    for steps in (6, 8, 12):
+    for steps in world.steps:
         pictures[steps] = generate(model, vae, tokens, steps, seed=777).numpy()
-        figures[f"flux_oracle_{steps}_steps"] = float(check(pictures[steps], asked).mean())
+        figures[f"flux_oracle_{steps}_steps"] = float(world.check(pictures[steps], asked).mean())
     return figures, pictures
 
 
 def measure_rewards(
+    world: World,
     assets: Path,
     heldout: list[str],
     generated: dict[int, npt.NDArray[np.uint8]],
     device: torch.device,
 ) -> Figures:
-    """How well both reward models tell right from wrong, on drawn and on generated pictures."""
-    captions = all_captions()
-    rounds = len(generated[6]) // len(heldout)
+    """How well the reward models tell right from wrong, on drawn and on generated pictures.
+
+    A generated picture is right where the oracle gives it more than half.
+    """
+    captions = world.captions
+    rounds = len(generated[world.steps[0]]) // len(heldout)
     asked = [caption for caption in heldout for _ in range(rounds)]
     places = torch.tensor([captions.index(caption) for caption in asked])
-    source = PictureSource(device, seed=998)
+    source = PictureSource(device, 998, world)
     families = source.families(1024, 2)
     drawn = source.draw(families[:, 0])
     figures: Figures = {}
     scores: dict[str, dict[int, npt.NDArray[np.float32]]] = {}
-    models = {"clip": load_clip(assets / "clip", device), "hps": load_hps(assets / "hps", device)}
-    for name, model in models.items():
-        reader = Reader(assets / name, device)
+    for folder in sorted(path.parent for path in assets.glob("*/open_clip_config.json")):
+        name = folder.name
+        model = load_hps(folder, device) if name == "hps" else load_clip(folder, device)
+        reader = Reader(world, folder, device)
         right = score(model, reader, drawn, families[:, 0])
         wrong = score(model, reader, drawn, families[:, 1])
         figures[f"{name}_near_miss_accuracy"] = float((right > wrong).float().mean())
@@ -99,7 +104,7 @@ def measure_rewards(
         for steps in generated
     }
     for steps, pictures in generated.items():
-        shown = (check(pictures, asked) > 0).reshape(-1, rounds)
+        shown = (world.check(pictures, asked) > 0.5).reshape(-1, rounds)
         for name in scores:
             values = scores[name][steps].reshape(-1, rounds)
             figures[f"{name}_auc_{steps}_steps"] = auc(values.ravel(), shown.ravel())

@@ -1,31 +1,33 @@
 """Endless training pictures: right ones, wrong ones and flawed ones, drawn where they are used."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from g2rpo_ray.tiny_world.scene import COLOURS, SHAPES, Layout, all_scenes, lay_out, render
+from g2rpo_ray.tiny_world.scene import COLOURS, Layout
+from tiny_world.hard import Patterned, spoil_pattern
+from tiny_world.world import World, tiny
 
 
 class PictureSource:
-    """Draws batches of pictures; captions are named by their index in `all_captions()`.
+    """Draws batches of pictures; captions are named by their index in the world's list.
 
     Random numbers come from one seeded CPU generator, pixels are painted on `device`.
     """
 
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, seed: int, world: World | None = None) -> None:
+        """
+        Args:
+            world: the shipped one by default.
+        """
+        self.device, self.world = device, world or tiny()
         self.generator = torch.Generator().manual_seed(seed)
-        scenes = all_scenes()
-        index = {scene: i for i, scene in enumerate(scenes)}
-        self.codes = torch.tensor([scene.code for scene in scenes])  # [1920, 5]
-        self._index = torch.full((len(COLOURS), len(SHAPES), 4, len(COLOURS), len(SHAPES)), -1)
-        self._index[self.codes.unbind(dim=-1)] = torch.arange(len(scenes))
-        self.mirrored = torch.tensor([index[scene.mirrored] for scene in scenes])  # [1920]
 
     def captions(self, count: int) -> Tensor:
         """Random caption indices, int64 [count] on the CPU."""
-        return torch.randint(len(self.codes), (count,), generator=self.generator)
+        return torch.randint(self.world.base, (count,), generator=self.generator)
 
     def families(self, count: int, size: int) -> Tensor:
         """Captions with near misses: int64 [count, size] on the CPU.
@@ -33,38 +35,24 @@ class PictureSource:
         The first of a family is random; each other member changes one attribute of it.
         """
         first = self.captions(count)
-        changed = self.codes[first, None].repeat(1, size, 1)
-        for member in range(1, size):
-            changed[:, member] = self._change_one(changed[:, 0])
-        return self._index[changed.unbind(dim=-1)]
-
-    def _change_one(self, codes: Tensor) -> Tensor:
-        """Another value for one random attribute of each code; the colours stay different."""
-        count = len(codes)
-        sizes = torch.tensor([len(COLOURS), len(SHAPES), 4, len(COLOURS), len(SHAPES)])
-        which = torch.randint(5, (count,), generator=self.generator)
-        rows = torch.arange(count)
-        step = 1 + (torch.rand(count, generator=self.generator) * (sizes[which] - 1)).long()
-        changed = codes.clone()
-        changed[rows, which] = (codes[rows, which] + step) % sizes[which]
-        clash = changed[:, 0] == changed[:, 3]
-        # Where both things took one colour, turn to the opposite relation instead.
-        opposite = codes.clone()
-        opposite[:, 2] ^= 1
-        return torch.where(clash[:, None], opposite, changed)
+        near = self.world.near[first]
+        chosen = torch.rand(near.shape, generator=self.generator).argsort(dim=1)[:, : size - 1]
+        return torch.cat((first[:, None], near.gather(1, chosen)), dim=1)
 
     def draw(self, captions: Tensor) -> Tensor:
-        """Right pictures of the captions, uint8 [B, 64, 64, 3] on the device."""
-        return render(lay_out(self.codes[captions], self.generator).to(self.device))
+        """Right pictures of the captions, uint8 [B, side, side, 3] on the device."""
+        return self.world.paint(self._layout(captions).to(self.device))
 
     def draw_flawed(self, captions: Tensor) -> Tensor:
-        """Pictures of the captions with a flaw each, uint8 [B, 64, 64, 3] on the device.
+        """Pictures of the captions with a flaw each, uint8 [B, side, side, 3] on the device.
 
         The flaws are those of a weak generator: half-way shapes, two-coloured things, a missing or
-        faint thing, a third thing, bent outlines.
+        faint thing, a thing too many, bent outlines; half-way patterns, where there are any.
         """
-        layout = lay_out(self.codes[captions], self.generator)
-        return render(_spoil(layout, self.generator).to(self.device))
+        return self.world.paint(_spoil(self._layout(captions), self.generator).to(self.device))
+
+    def _layout(self, captions: Tensor) -> Layout:
+        return self.world.lay_out(self.world.codes[captions], self.generator)
 
 
 def _spoil(layout: Layout, generator: torch.Generator) -> Layout:
@@ -72,7 +60,8 @@ def _spoil(layout: Layout, generator: torch.Generator) -> Layout:
     rows = torch.arange(count)
     u = torch.rand(count, 12, generator=generator)
     flaw = torch.randint(5, (count,), generator=generator)
-    thing = (u[:, 0] < 0.5).long()
+    there = (layout.opacity > 0).sum(dim=1)  # the first ones
+    thing = (u[:, 0] * there).long()
     palette = torch.tensor(list(COLOURS.values())) / 255
 
     def spoiled(values: Tensor, kind: int, new: Tensor) -> Tensor:
@@ -89,7 +78,7 @@ def _spoil(layout: Layout, generator: torch.Generator) -> Layout:
 
     random_colour = palette[(u[:, 3] * len(COLOURS)).long()]
     tones = layout.tones[rows, thing]
-    neighbour = layout.tones[rows, 1 - thing][:, 1]
+    neighbour = layout.tones[rows, (thing + 1) % there][:, 1]
     second_tone = torch.where(u[:, 4, None] < 0.5, neighbour, random_colour)
     two_tone = torch.stack((tones[:, 0], second_tone), dim=1)
 
@@ -98,8 +87,12 @@ def _spoil(layout: Layout, generator: torch.Generator) -> Layout:
     bent = layout.wobble.clone()
     bent[:, 0] = torch.where(flaw == 3, 1.5 + 3 * u[:, 6], bent[:, 0])
 
+    if isinstance(layout, Patterned):
+        layout = spoil_pattern(layout, u[:, 10] < 0.3, generator)
+        layout = replace(layout, patterns=torch.cat((layout.patterns, layout.patterns[:, :1]), 1))
     extra = flaw == 4
-    return Layout(
+    return replace(
+        layout,
         centres=torch.cat((layout.centres, (8 + 48 * u[:, None, 7:9])), dim=1),
         radii=torch.cat((layout.radii, 3 + 7 * u[:, 9:10]), dim=1),
         shapes=torch.cat((spoiled(layout.shapes, 0, half_way), own[:, None]), dim=1),
@@ -110,8 +103,6 @@ def _spoil(layout: Layout, generator: torch.Generator) -> Layout:
         tilts=torch.cat((layout.tilts, layout.tilts[:, :1]), dim=1),
         opacity=torch.cat((spoiled(layout.opacity, 2, faint), extra[:, None].float()), dim=1),
         wobble=bent,
-        ground=layout.ground,
-        ground_tilt=layout.ground_tilt,
     )
 
 

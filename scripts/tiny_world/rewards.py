@@ -11,11 +11,11 @@ from diffusers import AutoencoderKL
 from safetensors.torch import save_file
 from torch import Tensor
 
-from g2rpo_ray.tiny_world.scene import all_captions
 from tiny_world.autoencoder import decode, encode
 from tiny_world.flux import TinyFlux, caption_tokens, finish, generate
 from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
-from tiny_world.support import copy_shipped, fit
+from tiny_world.support import fit, half_precision
+from tiny_world.world import World
 
 CLIP_WEIGHTS = "open_clip_model.safetensors"
 HPS_WEIGHTS = "HPS_tiny.pt"
@@ -28,7 +28,6 @@ class RewardEffort:
     steps: int
     families: int
     flawed: int
-    bank: int  # drawn pictures a caption, right and flawed each
     learning_rate: float
     generated: int = 0  # the weak model's pictures, at 6 and at 12 steps each
 
@@ -52,17 +51,19 @@ def _half_state(model: open_clip.CLIP) -> dict[str, Tensor]:
 class Reader:
     """Feeds a CLIP: pictures as its preprocessing would make them, captions as token ids."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, world: World, folder: Path, device: torch.device) -> None:
         tokenize = open_clip.get_tokenizer(f"local-dir:{folder.resolve()}")
-        self.tokens = tokenize(all_captions()).to(device)  # [1920, 12]
-        self.device = device
+        self.tokens = tokenize(world.captions).to(device)  # [C, 12]; longer in a larger world
+        self.device, self.training = device, False
         self.mean = torch.tensor(open_clip.OPENAI_DATASET_MEAN, device=device)[:, None, None]
         self.std = torch.tensor(open_clip.OPENAI_DATASET_STD, device=device)[:, None, None]
 
     def image_features(self, model: open_clip.CLIP, values: Tensor) -> Tensor:
-        """Unit features [B, 64] of pictures [B, 3, 64, 64] in [-1, 1]."""
+        """Unit features [B, 64] of pictures [B, 3, H, W] in [-1, 1]."""
         values = ((values + 1) / 2 - self.mean) / self.std
-        return F.normalize(model.encode_image(values), dim=-1)
+        with half_precision(self.device, self.training):
+            features = model.encode_image(values)
+        return F.normalize(features.float(), dim=-1)
 
     def text_features(self, model: open_clip.CLIP, captions: Tensor) -> Tensor:
         """Unit features [B, 64] of captions given by index."""
@@ -71,7 +72,7 @@ class Reader:
 
 @torch.no_grad()
 def score(model: open_clip.CLIP, reader: Reader, pictures: Tensor, captions: Tensor) -> Tensor:
-    """Cosine of picture and caption, float32 [B] on the CPU; pictures uint8 [B, 64, 64, 3]."""
+    """Cosine of picture and caption, float32 [B] on the CPU; pictures uint8 [B, H, W, 3]."""
     parts = []
     for rows in torch.arange(len(pictures)).split(1024):
         values = to_network(pictures[rows].to(reader.device))
@@ -87,6 +88,8 @@ class Painters:
     good: TinyFlux
     weak: TinyFlux
     vae: AutoencoderKL
+    folder: Path
+    """The good one's."""
 
 
 class TrainingPictures:
@@ -95,26 +98,28 @@ class TrainingPictures:
     Of the right ones, a third passed through the VAE and a third through the good model's hand;
     of the flawed ones, two fifths were spoiled by the weak model. So neither the VAE's nor a
     model's traits say anything about the caption. Pictures are made once, `rounds` of every
-    caption, because that takes longer than a training step.
+    caption, because that takes longer than a training step; with one round, no painter is asked.
     """
 
-    def __init__(self, painters: Painters, device: torch.device, rounds: int, seed: int) -> None:
-        self.source = PictureSource(device, seed)
+    def __init__(
+        self, world: World, painters: Painters, device: torch.device, rounds: int, seed: int
+    ) -> None:
+        self.source = PictureSource(device, seed, world)
         self.painters = painters
-        self.tokens = caption_tokens(all_captions(), device)
+        self.tokens = caption_tokens(painters.folder, world.captions, device)
         self._right = self._bank(self._draw_right, rounds)
         self._flawed = self._bank(self._draw_flawed, rounds)
 
     def right(self, captions: Tensor) -> Tensor:
-        """Right pictures, worn: [B, 3, 64, 64] in [-1, 1]."""
+        """Right pictures, worn: [B, 3, H, W] in [-1, 1]."""
         return self.worn(self._pick(self._right, captions))
 
     def flawed(self, captions: Tensor) -> Tensor:
-        """Pictures flawed in form or taken with a bad lens, worn: [B, 3, 64, 64] in [-1, 1]."""
+        """Pictures flawed in form or taken with a bad lens, worn: [B, 3, H, W] in [-1, 1]."""
         return self.worn(self._pick(self._flawed, captions))
 
     def worn(self, pictures: Tensor) -> Tensor:
-        """uint8 [B, 64, 64, 3] to the network's [B, 3, 64, 64], some softer, most noisier."""
+        """uint8 [B, H, W, 3] to the network's [B, 3, H, W], some softer, most noisier."""
         values = to_network(pictures)
         soft = (torch.rand(len(values), device=values.device) - 0.5).clamp(min=0) * 1.6
         noise = 0.06 * torch.rand_like(values[:, :1, :1, :1])
@@ -122,11 +127,12 @@ class TrainingPictures:
 
     @torch.no_grad()
     def _bank(self, draw: Callable[[Tensor, int], Tensor], rounds: int) -> Tensor:
-        """uint8 [rounds, 1920, 64, 64, 3] on the device."""
-        parts = torch.arange(len(self.source.codes)).split(960)
-        return torch.stack(
-            [torch.cat([draw(part, turn) for part in parts]) for turn in range(rounds)]
-        )
+        """uint8 [rounds, C, H, W, 3] on the device."""
+        parts = torch.arange(len(self.source.world.codes)).split(960)
+        with half_precision(self.source.device):
+            return torch.stack(
+                [torch.cat([draw(part, turn) for part in parts]) for turn in range(rounds)]
+            )
 
     def _pick(self, bank: Tensor, captions: Tensor) -> Tensor:
         turn = torch.randint(len(bank), captions.shape, generator=self.source.generator)
@@ -182,7 +188,7 @@ def contrastive_loss(
 
 
 def _same_scene(source: PictureSource, captions: Tensor, device: torch.device) -> Tensor:
-    scene = torch.minimum(captions, source.mirrored[captions])
+    scene = source.world.scenes[captions]
     same = scene[:, None] == scene
     return same.fill_diagonal_(False).to(device)
 
@@ -210,17 +216,18 @@ def _fit(
 
 
 def train_clip(
-    folder: Path, painters: Painters, effort: RewardEffort, device: torch.device, seed: int
+    folder: Path, pictures: TrainingPictures, effort: RewardEffort, device: torch.device, seed: int
 ) -> None:
-    """Train from nothing on pictures and captions and write the `local-dir:` folder."""
+    """Train the `local-dir:` folder's architecture from nothing on pictures and captions.
+
+    `hf_tokenizer_name` makes open_clip read the tokenizer from the folder itself; its own
+    vocabulary path (`bpe_path`) would depend on the current directory.
+    """
     torch.manual_seed(seed)
-    # `hf_tokenizer_name` makes open_clip read the tokenizer from the `local-dir:` folder itself;
-    # its own vocabulary path (`bpe_path`) would depend on the current directory.
-    copy_shipped("clip", folder)
     model = open_clip.create_model(f"local-dir:{folder.resolve()}", load_weights=False)
     model = model.to(device).train()
-    reader = Reader(folder, device)
-    pictures = TrainingPictures(painters, device, effort.bank, seed)
+    reader = Reader(pictures.source.world, folder, device)
+    reader.training = True
 
     def batch_loss() -> Tensor:
         captions = pictures.source.families(effort.families, FAMILY)
@@ -235,14 +242,14 @@ def train_clip(
             _same_scene(pictures.source, captions.flatten(), device),
         )
 
-    _fit(model, effort, "clip", batch_loss)
+    _fit(model, effort, folder.name, batch_loss)
     save_file(_half_state(model), folder / CLIP_WEIGHTS)
 
 
 def train_hps(
     folder: Path,
     clip_folder: Path,
-    painters: Painters,
+    pictures: TrainingPictures,
     effort: RewardEffort,
     device: torch.device,
     seed: int,
@@ -253,10 +260,9 @@ def train_hps(
     picture, and one by the weak model: nobody asks the oracle.
     """
     torch.manual_seed(seed)
-    copy_shipped("hps", folder)
     model = load_clip(clip_folder, device).train()
-    reader = Reader(folder, device)
-    pictures = TrainingPictures(painters, device, effort.bank, seed)
+    reader = Reader(pictures.source.world, folder, device)
+    reader.training = True
     drawn, drawn_captions = _generated(pictures, effort.generated, seed)
 
     def batch_loss() -> Tensor:

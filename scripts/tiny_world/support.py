@@ -1,4 +1,4 @@
-"""What the training stages share: the loop, mixed precision, the files beside the weights."""
+"""What the training stages share: the loop, mixed precision, how weights are written."""
 
 import json
 import time
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from g2rpo_ray.tiny_world import assets_dir
-
 
 def fit(
     name: str,
@@ -22,7 +20,11 @@ def fit(
     batch_loss: Callable[[], Tensor],
     after_step: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Descend ``batch_loss()``, the gradient's norm clipped at 1; print ten losses on the way."""
+    """Descend ``batch_loss()``, the gradient's norm clipped at 1; print ten losses on the way.
+
+    Raises:
+        RuntimeError: one of them is not finite.
+    """
     start_s = time.monotonic()
     for step in range(steps):
         loss = batch_loss()
@@ -36,19 +38,14 @@ def fit(
         if step % max(1, steps // 10) == 0 or step == steps - 1:
             seconds = time.monotonic() - start_s
             print(f"{name} step {step}/{steps} loss {loss.item():.4f} {seconds:.1f} s")
+            if not loss.isfinite():
+                raise RuntimeError(f"{name}: the loss is {loss.item()} at step {step}")
 
 
-def half_precision(device: torch.device) -> AbstractContextManager[None]:
+def half_precision(device: torch.device, wanted: bool = True) -> AbstractContextManager[None]:
     """bfloat16 products on a GPU; on the CPU they would be slower than float32."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-
-
-def copy_shipped(part: str, folder: Path) -> None:
-    """Write a part's JSON files, as they are shipped: configurations, tokenizers."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in (assets_dir() / part).glob("*.json"):
-        # Not by shutil, which refuses to copy a file onto itself.
-        (folder / file.name).write_bytes(file.read_bytes())
+    on = wanted and device.type == "cuda"
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=on)
 
 
 def save_half(model: Any, folder: Path) -> None:

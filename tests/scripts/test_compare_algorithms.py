@@ -46,6 +46,14 @@ def test_the_untrained_model_is_no_measurement_of_a_row(script: ModuleType) -> N
         assert point.rewards["oracle"] == pytest.approx(0.45)
 
 
+def test_what_is_published_names_no_folder_and_is_read_again(script: ModuleType) -> None:
+    result = run(script, [(10, 0.4), (20, 0.8)])
+    [found] = script.as_json([result])
+    assert not {"config", "keep", "until_s"} & found["job"].keys()
+    [again] = script.TypeAdapter(list[script.Result]).validate_python([found])
+    assert again.points == result.points
+
+
 @pytest.mark.parametrize("limit", [12, 31])
 def test_a_budget_outside_the_measurements_is_refused(script: ModuleType, limit: float) -> None:
     result = run(script, [(10, 0.4), (30, 0.8)])

@@ -15,6 +15,7 @@ from g2rpo_ray.tiny_world.scene import all_captions, split_captions
 from tiny_world.autoencoder import decode, encode
 from tiny_world.pictures import PictureSource
 from tiny_world.rewards import Reader, load_clip, load_hps, score
+from tiny_world.world import tiny
 
 CPU = torch.device("cpu")
 
@@ -86,7 +87,7 @@ def test_a_reward_model_prefers_the_right_caption(name: str) -> None:
     model = load_clip(folder, CPU) if name == "clip" else load_hps(folder, CPU)
     source = PictureSource(CPU, seed=22)
     families = source.families(96, 2)
-    pictures, reader = source.draw(families[:, 0]), Reader(folder, CPU)
+    pictures, reader = source.draw(families[:, 0]), Reader(tiny(), folder, CPU)
     right = score(model, reader, pictures, families[:, 0])
     near_miss = score(model, reader, pictures, families[:, 1])
     flawed = score(model, reader, source.draw_flawed(families[:, 0]), families[:, 0])

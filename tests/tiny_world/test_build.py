@@ -16,7 +16,7 @@ def test_a_quick_build_writes_every_part(tmp_path: Path) -> None:
         [
             sys.executable,
             ROOT / "scripts" / "build_tiny_world.py",
-            *("--out", tmp_path / "assets", "--json", figures, "--quick"),
+            *("--out", tmp_path / "assets", "--json", figures, "--effort", "quick"),
         ],
         env=os.environ
         | {"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"},

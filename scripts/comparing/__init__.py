@@ -1,0 +1,1 @@
+"""What `compare_algorithms.py` and `granularity_bias.py` share."""

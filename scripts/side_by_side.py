@@ -1,0 +1,71 @@
+"""Many processes of one thread side by side: on the CPU, or sharing cards under CUDA's MPS."""
+
+import multiprocessing
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+def side_by_side(
+    work: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    processes: int,
+    *,
+    cards: int = 0,
+    fresh: bool = False,
+    limit_s: float = 0.0,
+) -> Iterator[Result]:
+    """Results as they come.
+
+    Args:
+        work: a function of a module; runs in a process that sees one card at most.
+        processes: in all; those of a card share it.
+        cards: of this machine to use; 0 is the CPU.
+        fresh: a new process for every job.
+        limit_s: seconds after which what is under way is dropped; 0 waits for all.
+    """
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    deadline_s = time.monotonic() + (limit_s or float("inf"))
+    context = multiprocessing.get_context("spawn")
+    with (
+        _shared(cards),
+        context.Pool(processes, _see_one_card, (cards,), 1 if fresh else None) as pool,
+    ):
+        results = pool.imap_unordered(work, jobs, chunksize=1)
+        for _ in jobs:
+            left_s = deadline_s - time.monotonic()
+            try:
+                yield results.next(None if left_s == float("inf") else max(left_s, 0.001))
+            except multiprocessing.TimeoutError:
+                return
+
+
+def _see_one_card(cards: int) -> None:
+    # A pool counts its processes from 1, those that took another's place, too.
+    number = multiprocessing.current_process()._identity[0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(number % cards) if cards else ""
+
+
+@contextmanager
+def _shared(cards: int) -> Iterator[None]:
+    """CUDA's MPS daemon, without which the processes of a card take turns."""
+    if not cards or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
+        os.environ |= dict.fromkeys(names, folder)
+        try:
+            subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+            yield
+        finally:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False)
+            for name in names:
+                del os.environ[name]

@@ -1,0 +1,106 @@
+"""A run of a comparison that pauses, and the judgement of runs that are done."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from tests.integration.command import ROOT, python_path
+from tests.scripts.loading import load_script
+
+RUN = """
+import sys, types
+from pathlib import Path
+from comparing import runs
+
+clock = iter([float(each) for each in sys.argv[2].split(",")])
+runs.time = types.SimpleNamespace(time=lambda: next(clock))
+job = runs.Job(
+    "row", 3, 1e-3, 3, 0, 0.0, 2, ["evaluation.prompts=2", "sampling.members=2"],
+    judge_steps=[6], keep=Path(sys.argv[1]), until_s=1.0,
+)
+print("done" if runs.train(job).done else "paused")
+"""
+
+
+def train(folder: Path, clock: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", RUN, str(folder), clock],
+        env=os.environ | {"PYTHONPATH": f"{python_path()}:{ROOT / 'scripts'}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout.split()[-1]
+
+
+@pytest.mark.long
+def test_a_run_that_paused_ends_as_one_that_did_not(tmp_path: Path) -> None:
+    straight, paused = tmp_path / "straight", tmp_path / "paused"
+    assert train(straight, "0,0,0,0") == "done"
+    assert train(paused, "0,0,2") == "paused"
+    assert train(paused, "0,0,0") == "done"
+    assert train(paused, "0") == "done"
+    one, other = (
+        json.loads((folder / "row-0.001-3" / "result.json").read_text())
+        for folder in (straight, paused)
+    )
+    assert one["judged"] == other["judged"]
+    assert [p["rewards"] for p in one["points"]] == [p["rewards"] for p in other["points"]]
+    assert one["evaluations"] == other["evaluations"]
+    assert one["updates"] == other["updates"] == 3
+    assert not list(tmp_path.rglob("state-*"))
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("judgement")
+
+
+def write_runs(folder: Path, rows: dict[str, list[float]], prompts: int = 40) -> None:
+    generator = np.random.default_rng(0)
+    hard = generator.normal(0, 0.3, size=prompts)
+    for row, means in rows.items():
+        for seed, mean in enumerate(means):
+            scores = mean + hard + generator.normal(0, 0.05, size=prompts)
+            judged = {"28": {"oracle": scores.tolist()}}
+            file = folder / f"{row}-{seed}" / "result.json"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps({"job": {"row": row}, "done": True, "judged": judged}))
+
+
+def test_pairs_are_settled_by_seeds_and_prompts(script: ModuleType, tmp_path: Path) -> None:
+    write_runs(
+        tmp_path,
+        {
+            script.BASE: [0.3],
+            "better": [0.50, 0.51, 0.52, 0.50, 0.51],
+            "worse": [0.40, 0.41, 0.40, 0.42, 0.41],
+            "unsure": [0.40, 0.55, 0.62, 0.44, 0.59],
+        },
+    )
+    text = "\n".join(script.tables(script.read_runs(tmp_path)))
+    lines = {line.split(" |")[0]: line for line in text.splitlines()}
+    assert "settled" in lines["| better - worse"]
+    assert "seeds" in lines["| better - unsure"]
+    assert lines["| worse"].endswith("% |")
+
+
+def test_seeds_that_would_settle_a_difference(script: ModuleType) -> None:
+    by_seed = np.array([[0.1], [0.2], [0.3]])  # mean .2, standard deviation .1
+    assert script.seeds_needed(by_seed) == 2  # (2.8 * .1 / .2)^2 = 1.96
+    assert np.isnan(script.seeds_needed(by_seed[:1]))
+
+
+def test_an_interval_holds_the_spread_over_seeds(script: ModuleType) -> None:
+    values = np.repeat(np.array([[0.0], [1.0], [2.0], [3.0]]), 50, axis=1)
+    mean, low, high = script.interval(values)
+    assert mean == 1.5
+    assert low < 0.9
+    assert high > 2.1
