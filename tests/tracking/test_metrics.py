@@ -206,6 +206,46 @@ def test_wandb_gets_every_number_and_a_resumed_run_continues(
     assert identities[0] == identities[1]
 
 
+def test_an_offline_run_of_wandb_has_the_names_of_the_other_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="needs g2rpo-ray[wandb]")
+    from wandb.sdk.internal.datastore import DataStore
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracking = TrackingSection(tensorboard=True, wandb_project="flux")
+    with MetricsLog(tmp_path, tracking, {"seed": 3}) as log:
+        log.record(1, {"policy/loss": 0.5, "reward/hps/mean": 0.25})
+        log.record(1, {"heldout/hps": 0.3})
+        log.pictures(1, {"a red circle": np.zeros((8, 8, 3), np.uint8)})
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    written = wandb_history(DataStore(), file)
+    lines = read_metrics(tmp_path)
+    numbers = {name: value for line in lines for name, value in line.items() if "/" in name}
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(numbers)
+    # Beside these: the step of evaluations, the pictures, and W&B's own with an underscore.
+    own = {"evaluation/iteration", "pictures"}
+    assert {name for name in written if not name.startswith("_")} == {*numbers, *own}
+    assert {name: written[name] for name in numbers} == numbers
+
+
+def wandb_history(store: Any, file: Path) -> dict[str, Any]:
+    """Last value of every name in an offline run's file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    store.open_for_scan(str(file))
+    written: dict[str, Any] = {}
+    while (data := store.scan_data()) is not None:
+        record = Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            written["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    return written
+
+
 def test_exported_names_are_what_prometheus_allows() -> None:
     assert known_name("reward/hps/mean").exported == "g2rpo_reward_mean"
     assert known_name("reward/hps/mean").reward == "hps"
