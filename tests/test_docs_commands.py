@@ -29,7 +29,7 @@ PLACEHOLDERS = {"RUN_DIR", "CONFIG", "PICTURES", "FILE", "DIR", "run"}
 RUN_BY = {
     "train": "integration/test_train.py",
     "evaluate": "integration/test_evaluation.py",
-    "sample": "integration/test_train.py",
+    "sample": "run/test_export.py",
     "export": "run/test_export.py",
     "score": "evaluation/test_score.py",
     "download": "commands/test_download.py",
@@ -91,8 +91,13 @@ def commands() -> Iterator[Command]:
 
 
 def _first_of(words: list[str]) -> Iterator[str]:
-    """Of a synopsis, ``[--format a|b]``, the first choice."""
+    """Of a synopsis, ``[--format a|b | --merged]``, the first choice."""
+    dropped = False
     for word in words:
+        dropped |= word == "|"
+        if dropped:
+            dropped = not word.endswith("]")
+            continue
         optional = word.startswith("[") or word.endswith("]")
         word = word.strip("[]").split("|")[0] if optional or "|" in word else word
         yield "1" if word == "N" else word
@@ -111,7 +116,8 @@ def parsed(command: Command) -> argparse.Namespace | None:
         return None
     if words[1] == "-m":
         # These two take two words, and have no options.
-        assert len(words) == 5 and (PROJECT / f"{words[2].replace('.', '/')}.py").is_file()
+        assert len(words) == 5
+        assert (PROJECT / f"{words[2].replace('.', '/')}.py").is_file()
         return None
     return _script_options(command)
 
