@@ -196,6 +196,7 @@ def test_a_command_of_the_docs_is_what_the_code_takes(
 PLANS = [c for c in COMMANDS if c.name == "plan" and not PLACEHOLDERS & {*c.words}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", PLANS, ids=str)
 def test_the_plans_of_the_docs_are_made(
     command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

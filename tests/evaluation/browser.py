@@ -57,12 +57,15 @@ class Tab:
         self.wait_for("document.readyState == 'complete' && location.href != 'about:blank'")
 
     def click(self, selector: str) -> None:
-        """Where a person would click, in its middle."""
-        place = self.wait_for(
+        """Where a person would click, in its middle, once it stands still."""
+        middle = (
             f"(e => {{ if (!e) return null; e.scrollIntoView({{block: 'center'}}); "
             "const r = e.getBoundingClientRect(); return {x: r.x + r.width / 2, y: r.y + r.height"
             f" / 2}} }})(document.querySelector({selector!r}))"
         )
+        place = None
+        while place != (place := self.wait_for(middle)):
+            time.sleep(0.05)
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 

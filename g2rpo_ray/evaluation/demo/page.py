@@ -110,10 +110,10 @@ def check_port(host: str, port: int) -> None:
         DemoError: another process has the port, or this machine has no such address.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as tried:
+        family = socket.getaddrinfo(host, None)[0][0]
+        with socket.socket(family) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(address)
+            tried.bind((host, port))
     except (OSError, OverflowError) as error:
         raise DemoError(
             f"--host {host} --port {port}: cannot be listened on: {error}. Name a --port from 1024 "
@@ -147,7 +147,7 @@ def build(studio: Studio) -> Any:
         delete_cache=(CACHE_S, CACHE_S),
     ) as page:
         state = gr.Markdown(elem_id="state")
-        prompt = gr.Textbox(label="Prompt", lines=2, autofocus=True, elem_id="prompt")
+        prompt = gr.Textbox(label="Prompt", lines=2, max_lines=6, autofocus=True, elem_id="prompt")
         with gr.Row():
             checkpoint = gr.Dropdown(checkpoints(config), value="last", label="Checkpoint")
             seed = gr.Number(0, label="Seed", precision=0)
