@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import requests
 from PIL import Image
 
 from g2rpo_ray.cli import main
@@ -20,10 +21,12 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.demo.page import (
     PASSWORD,
     USER,
+    build,
     check_port,
     describe,
     draw_both,
     heldout_page,
+    launch,
     read_login,
 )
 from g2rpo_ray.evaluation.demo.studio import Asked, DemoError, Studio, checkpoints, read_asked
@@ -202,13 +205,38 @@ def test_text_of_a_run_is_no_markup(tmp_path: Path) -> None:
     assert "no.png is missing" in page
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_with_a_login_nothing_is_answered_without_it(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gradio", reason="needs g2rpo-ray[demo]")
+    monkeypatch.setenv("NO_PROXY", "*")
+    page = build(studio)
+    port = free_port()
+    launch(page, "127.0.0.1", port, ("me", "secret"))
+    try:
+        with pytest.raises(DemoError, match="choose another --port"):
+            launch(build(studio), "127.0.0.1", port, None)
+        client = requests.Session()
+        assert client.get(f"{page.local_url}config").status_code == 401
+        for password, status in (("guess", 400), ("secret", 200)):
+            sent = {"username": "me", "password": password}
+            assert client.post(f"{page.local_url}login", sent).status_code == status
+        assert client.get(f"{page.local_url}config").status_code == 200
+    finally:
+        page.close(verbose=False)
+
+
 @pytest.fixture(scope="module")
 def address(full: Config) -> Iterator[str]:
     """The real command's page."""
     pytest.importorskip("gradio", reason="needs g2rpo-ray[demo]")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "g2rpo_ray.cli", "demo", full.run_dir, "--port", str(port)],
         env={name: value for name, value in os.environ.items() if "proxy" not in name.lower()},

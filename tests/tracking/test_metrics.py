@@ -210,7 +210,7 @@ def test_wandb_gets_every_number_and_a_resumed_run_continues(
 def test_an_offline_run_of_wandb_has_the_names_of_the_other_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="needs g2rpo-ray[wandb]")
+    wandb = pytest.importorskip("wandb", reason="needs g2rpo-ray[wandb]")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     tracking = TrackingSection(tensorboard=True, wandb_project="flux")
@@ -218,6 +218,8 @@ def test_an_offline_run_of_wandb_has_the_names_of_the_other_places(
         log.record(1, {"policy/loss": 0.5, "reward/hps/mean": 0.25})
         log.record(1, {"heldout/hps": 0.3})
         log.pictures(1, {"a red circle": np.zeros((8, 8, 3), np.uint8)})
+    # Its service writes on after the run has finished.
+    wandb.teardown()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = wandb_history(file)
     lines = read_metrics(tmp_path)

@@ -60,20 +60,29 @@ def serve(config: Config, host: str, port: int) -> None:
     device = describe_device(config.rollout.gpus_per_worker, setting)
     print(f"loading the model and {len(config.rewards)} scorers; drawing on: {device}", flush=True)
     page = build(Studio(config))
-    try:
-        page.launch(
-            server_name=host, server_port=port, auth=login, share=False, quiet=True, theme=_theme(),
-            prevent_thread_lock=True, show_error=True, css=CSS, footer_links=[], ssr_mode=False,
-            enable_monitoring=False, mcp_server=False,
-        )  # fmt: skip
-    except OSError as error:  # another took the port meanwhile
-        raise DemoError(f"--host {host} --port {port}: {error}; choose another --port") from error
+    launch(page, host, port, login)
     try:
         print(f"demo: {page.local_url} ({'login' if login else 'no login'}; Ctrl-C ends it)",
               flush=True)  # fmt: skip
         threading.Event().wait()
     finally:
         page.close(verbose=False)
+
+
+def launch(page: Any, host: str, port: int, login: tuple[str, str] | None) -> None:
+    """Serve from a thread of its own, to those that know the login.
+
+    Raises:
+        DemoError: another process took the port meanwhile.
+    """
+    try:
+        page.launch(
+            server_name=host, server_port=port, auth=login, share=False, quiet=True, theme=_theme(),
+            prevent_thread_lock=True, show_error=True, css=CSS, footer_links=[], ssr_mode=False,
+            enable_monitoring=False, mcp_server=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise DemoError(f"--host {host} --port {port}: {error}; choose another --port") from error
 
 
 def read_login(host: str, environment: Mapping[str, str]) -> tuple[str, str] | None:
