@@ -67,7 +67,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 constraints:  ## write constraints.txt from the newest versions that pyproject.toml allows
 	$(PYTHON) -m venv $(VENV)-new
-	$(VENV)-new/bin/python -m pip install --quiet --editable '.[dev,wandb]'
+	$(VENV)-new/bin/python -m pip install --quiet --editable '.[demo,dev,wandb]'
 	@echo "# The versions that work together; made with 'make constraints'." > constraints.txt
 	$(VENV)-new/bin/python -m pip freeze --exclude-editable | grep -viE '^(nvidia|cuda|triton)' \
 	  >> constraints.txt

@@ -8,13 +8,24 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from g2rpo_ray import __version__
-from g2rpo_ray.commands import doctor, download, embed, evaluate, export, plan, sample, score, train
+from g2rpo_ray.commands import (
+    demo,
+    doctor,
+    download,
+    embed,
+    evaluate,
+    export,
+    plan,
+    sample,
+    score,
+    train,
+)
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.files import disk_fault
 from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.common.stop import StopRequested
 
-COMMANDS = (train, sample, export, evaluate, score, download, embed, plan, doctor)
+COMMANDS = (train, sample, demo, export, evaluate, score, download, embed, plan, doctor)
 """In the order of ``g2rpo --help``; ``commands/options.py`` says what a module has."""
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2

@@ -32,7 +32,8 @@ def test_the_readme_leads_from_the_prompts_to_a_resumed_run(
         if line.startswith("g2rpo ")
     ]
     used = {c[1]: cli._parse(c[1:]) for c in commands if "--dry-run" not in c}
-    assert used.keys() == {"download", "embed", "plan", "train", "evaluate", "sample", "score"}
+    names = {"download", "embed", "plan", "train", "evaluate", "score", "sample", "demo"}
+    assert used.keys() == names
     started, resumed = (c for c in commands if c[1] == "train" and "--dry-run" not in c)
     options = cli._parse(started[1:])
     config = load_config(options.config, options.overrides)
@@ -45,7 +46,7 @@ def test_the_readme_leads_from_the_prompts_to_a_resumed_run(
     assert heldout.limit == config.evaluation.prompts
     # A resumed run goes on with its own settings, not with the recipe's.
     assert resumed[2:] == [f"{config.run_dir}/config.yaml", "--resume", "auto"]
-    for command in ("evaluate", "sample"):
+    for command in ("evaluate", "sample", "demo"):
         assert str(used[command].run_dir) == config.run_dir
 
 

@@ -75,11 +75,15 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
     print(f"drawing on: {describe_device(gpus, setting)}", file=sys.stderr, flush=True)
     source = load_source(config, options.checkpoint, options.average)
     source.policy.to(device)
-    embeds = _encode(config, options.prompts, device)
-    start = _noise(options, source.policy.shape).to(device)
-    latents = _walk(config, source, start, embeds, switch)
-    _check_finite(latents, options)
-    return _save(config, latents, source.policy, folder)
+    encoder = text_encoder(config, device)
+    embeds = [encoder.encode(prompt).to(device) for prompt in options.prompts]
+    del encoder  # its memory, which may be half of the card's
+    shape = source.policy.shape
+    start = start_noise(shape, options.seed, options.pictures_per_prompt).to(device)
+    latents = walk(config, source, start, embeds, switch)
+    for prompt, x0 in zip(options.prompts, latents, strict=True):
+        check_finite(x0, prompt, f"--checkpoint {options.checkpoint}")
+    return _save(picture_decoder(config, source.policy, device), latents, folder)
 
 
 def _switch(config: Config, options: SampleOptions) -> int:
@@ -101,22 +105,25 @@ def _make_writable(folder: Path) -> None:
             pass
 
 
-def _encode(config: Config, prompts: Sequence[str], device: torch.device) -> list[Conditioning]:
+def text_encoder(config: Config, device: torch.device) -> TextEncoder:
     length, negative = config.prompts.max_sequence_length, negative_prompt(config)
-    encoder = TextEncoder(config.model, length, str(device), negative)
-    return [encoder.encode(prompt).to(device) for prompt in prompts]
+    return TextEncoder(config.model, length, str(device), negative)
 
 
-def _noise(options: SampleOptions, shape: LatentShape) -> Tensor:
+def start_noise(shape: LatentShape, seed: int, pictures: int) -> Tensor:
     """float32 ``[J, tokens, channels]``, the same for every prompt."""
-    numbers = range(options.pictures_per_prompt)
-    return torch.stack([noise.normal(shape.packed, "sample", options.seed, n) for n in numbers])
+    numbers = range(pictures)
+    return torch.stack([noise.normal(shape.packed, "sample", seed, n) for n in numbers])
 
 
-def _walk(
+def walk(
     config: Config, source: Source, start: Tensor, embeds: Sequence[Conditioning], switch: int
 ) -> list[Tensor]:
-    """Latents x_0 of each prompt, shaped as ``start``."""
+    """Latents x_0 of each prompt, shaped as ``start``, by ODE with ``evaluation.steps``.
+
+    Args:
+        switch: schedule index at which the base model takes over.
+    """
     steps = config.evaluation.steps
     evaluate = Evaluator(source.policy, config.rollout.planned_batch_size)
     sampler = Sampler(evaluate, schedule_of(config.sampling, steps, source.policy))
@@ -130,28 +137,30 @@ def _walk(
     return latents
 
 
-def _check_finite(latents: Sequence[Tensor], options: SampleOptions) -> None:
-    # The decoder would make a black picture of them.
-    for prompt, x0 in zip(options.prompts, latents, strict=True):
-        broken = int((~x0.isfinite().flatten(1).all(dim=1)).sum())
-        if broken:
-            raise SampleError(
-                f"--checkpoint {options.checkpoint}: {broken} of {len(x0)} pictures have latents "
-                f"that are not finite, prompt {prompt!r:.80}; nothing is saved. Draw from an "
-                "earlier checkpoint, or with model.dtype: float32"
-            )
+def check_finite(x0: Tensor, prompt: str, weights: str) -> None:
+    """Raises SampleError: the decoder would make a black picture of latents that are not finite."""
+    broken = int((~x0.isfinite().flatten(1).all(dim=1)).sum())
+    if broken:
+        raise SampleError(
+            f"{weights}: {broken} of {len(x0)} pictures have latents that are not finite, prompt "
+            f"{prompt!r:.80}; nothing is saved. Draw from an earlier checkpoint, or with "
+            "model.dtype: float32"
+        )
 
 
-def _save(config: Config, latents: Sequence[Tensor], policy: Policy, folder: Path) -> list[Path]:
-    vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(latents[0].device)
+def picture_decoder(config: Config, policy: Policy, device: torch.device) -> PictureDecoder:
+    vae = load_part(config.model, "vae", DTYPES[config.model.dtype]).to(device)
     largest_px = max(config.sampling.height, config.sampling.width)
-    decoder = PictureDecoder(
+    return PictureDecoder(
         policy.family,
         vae,
         policy.shape,
         config.rollout.decode_batch_size,
         tiled=largest_px > config.rollout.decode_tile_above_px,
     )
+
+
+def _save(decoder: PictureDecoder, latents: Sequence[Tensor], folder: Path) -> list[Path]:
     paths = []
     for prompt_number, x0 in enumerate(latents):
         for number, picture in enumerate(decoder.decode(x0)):

@@ -3,10 +3,11 @@
 import json
 import math
 import re
+import struct
 import sys
 import tracemalloc
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -204,6 +205,65 @@ def test_wandb_gets_every_number_and_a_resumed_run_continues(
     assert logged == [(1, {"policy/loss": 0.5}), (1, late), (-1, {})] * 2
     assert own_steps["heldout/*"] == "evaluation/iteration"
     assert identities[0] == identities[1]
+
+
+def test_an_offline_run_of_wandb_has_the_names_of_the_other_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="needs g2rpo-ray[wandb]")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracking = TrackingSection(tensorboard=True, wandb_project="flux")
+    with MetricsLog(tmp_path, tracking, {"seed": 3}) as log:
+        log.record(1, {"policy/loss": 0.5, "reward/hps/mean": 0.25})
+        log.record(1, {"heldout/hps": 0.3})
+        log.pictures(1, {"a red circle": np.zeros((8, 8, 3), np.uint8)})
+    # Its service writes on after the run has finished.
+    wandb.teardown()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    written = wandb_history(file)
+    lines = read_metrics(tmp_path)
+    numbers = {name: value for line in lines for name, value in line.items() if "/" in name}
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(numbers)
+    # Beside these: the step of evaluations, the pictures, and W&B's own with an underscore.
+    own = {"evaluation/iteration"}
+    assert {n for n in written if not n.startswith(("_", "pictures/"))} == {*numbers, *own}
+    assert written["pictures/captions"] == ["a red circle"]
+    assert {name: written[name] for name in numbers} == numbers
+
+
+def wandb_history(file: Path) -> dict[str, Any]:
+    """Last value of every name in an offline run's file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    written: dict[str, Any] = {}
+    for data in leveldb_records(file.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        for item in record.history.item:
+            written["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+    return written
+
+
+def leveldb_records(content: bytes) -> Iterator[bytes]:
+    """LevelDB's log format, which W&B's files have behind seven bytes of their own.
+
+    Blocks of 32 KiB hold parts of records: CRC, length, kind (1 whole, 2 first, 4 last), content.
+    """
+    place, record = 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack("<HB", content[place + 4 : place + 7])
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
 
 
 def test_exported_names_are_what_prometheus_allows() -> None:

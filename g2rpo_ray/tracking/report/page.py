@@ -80,7 +80,7 @@ def write_report(run_dir: Path, live: bool = False) -> Path:
         renewed=time.strftime("%H:%M:%S UTC", time.gmtime()) if live else None,
         facts=_facts(run),
         after=f"iteration {run.evaluated[-1]}" if unfinished else "after",
-        prompts=_prompts(run),
+        prompts=heldout_prompts(run),
         reward_charts=[_reward_chart(run, name) for name in run.rewards],
         policy_charts=_policy_charts(run),
         role_s={role: sum(seconds) for role, seconds in spent.items()},
@@ -120,7 +120,7 @@ def _facts(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def _prompts(run: RunFolder) -> list[Prompt]:
+def heldout_prompts(run: RunFolder) -> list[Prompt]:
     """What was drawn first and last, prompt by prompt; smaller where there are many pictures."""
     for side in SIDES:
         prompts = _prompts_with(run, side)

@@ -1,0 +1,206 @@
+"""Every command that README and docs show: the real parsers take it, its recipe and settings are
+there, and it runs in a test, or the page says that it needs a card."""
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from g2rpo_ray import cli
+from g2rpo_ray.config import Config, load_config
+
+PROJECT = Path(__file__).parents[1]
+PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
+COMMAND = re.compile(
+    r"^(?:.*(?:do|--) )?\s*((?:g2rpo [a-z]|make [a-z]|python (?:-m g2rpo_ray|scripts/))[^;]*)"
+)
+MARK = "needs a card"
+"""In a comment on the command's line, or above it in its block."""
+ON_A_CARD = ("runs/mine", "runs/klein", "/shared/runs/mine")
+"""Runs of recipes that compute on cards."""
+PLACEHOLDERS = {"RUN_DIR", "CONFIG", "PICTURES", "FILE", "DIR", "run"}
+RUN_BY = {
+    "train": "integration/test_train.py",
+    "evaluate": "integration/test_evaluation.py",
+    "sample": "run/test_export.py",
+    "export": "run/test_export.py",
+    "score": "evaluation/test_score.py",
+    "download": "commands/test_download.py",
+    "doctor": "doctor/test_checks.py",
+    "demo": "evaluation/test_demo.py",
+    "build_tiny_scorers": "tiny_world/test_scorers.py",
+    "compare_algorithms": "scripts/test_compare_algorithms.py",
+    "rehearse": "scripts/test_rehearse.py",
+    "soak": "scripts/test_soak.py",
+    "g2rpo_ray.rewards.contract": "rewards/test_contract.py",
+    "g2rpo_ray.rewards.scorers.isolated": "rewards/test_hpsv2.py",
+}
+"""What needs no card, and the test that runs it on the tiny world; ``plan`` runs here, and CI is
+made of ``make``'s targets."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a page."""
+
+    page: str
+    words: tuple[str, ...]
+    """From ``g2rpo``, ``make`` or ``python`` on; variables are filled in."""
+    marked: bool
+
+    @property
+    def name(self) -> str:
+        """``train`` of ``g2rpo train``, ``soak`` of ``python scripts/soak.py``, a module's name."""
+        place = 2 if self.words[1] == "-m" else 1
+        return self.words[place].removeprefix("scripts/").removesuffix(".py")
+
+    def __str__(self) -> str:
+        return f"{self.page}: {' '.join(self.words)}"
+
+
+def blocks(text: str) -> Iterator[list[str]]:
+    """Lines of fenced shell blocks and of indented ones, continued lines joined."""
+    fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for block in fenced + re.findall(r"(?:^    .*\n)+", rest, re.MULTILINE):
+        yield re.sub(r"\\\n\s*|\n\s+(?=\[)", " ", block).splitlines()
+
+
+def commands() -> Iterator[Command]:
+    for page in PAGES:
+        for lines in blocks(page.read_text(encoding="utf-8")):
+            variables: dict[str, str] = {}
+            marked = False
+            for line in lines:
+                marked |= MARK in line.partition("#")[2]
+                variables |= re.findall(r"^\s*(\w+)=([\w./]+)$", line)
+                variables |= re.findall(r"for (\w+) in (\w+)", line)
+                if found := COMMAND.search(line):
+                    text = found[1]
+                    for name, value in variables.items():
+                        text = text.replace(f"${name}", value)
+                    words = shlex.split(text, comments=True)
+                    yield Command(page.name, tuple(_first_of(words)), marked)
+
+
+def _first_of(words: list[str]) -> Iterator[str]:
+    """Of a synopsis, ``[--format a|b | --merged]``, the first choice."""
+    dropped = False
+    for word in words:
+        dropped |= word == "|"
+        if dropped:
+            dropped = not word.endswith("]")
+            continue
+        optional = word.startswith("[") or word.endswith("]")
+        word = word.strip("[]").split("|")[0] if optional or "|" in word else word
+        yield "1" if word == "N" else word
+
+
+COMMANDS = list(commands())
+
+
+def parsed(command: Command) -> argparse.Namespace | None:
+    """What the real parser makes of it; ``make`` has none."""
+    words = list(command.words)
+    if words[0] == "g2rpo":
+        return cli._parse(words[1:])
+    if words[0] == "make":
+        assert re.search(f"^{words[1]}:", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+        return None
+    if words[1] == "-m":
+        # These two take two words, and have no options.
+        assert len(words) == 5
+        assert (PROJECT / f"{words[2].replace('.', '/')}.py").is_file()
+        return None
+    return _script_options(command)
+
+
+class Parsed(Exception):  # noqa: N818
+    """A script's parser has taken its arguments."""
+
+
+def _script_options(command: Command) -> argparse.Namespace:
+    real = argparse.ArgumentParser.parse_args
+    found: list[argparse.Namespace] = []
+
+    def parse_args(self: argparse.ArgumentParser, args: Any = None, _: Any = None) -> NoReturn:
+        found.append(real(self, args))
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        patch.setattr(sys, "argv", [command.name, *command.words[2:]])
+        with pytest.raises(Parsed):
+            importlib.import_module(command.name).main()
+    return found[0]
+
+
+def settings_of(options: argparse.Namespace) -> Config | None:
+    """Of the recipe that it names, with its overrides; None where a run or a placeholder stands."""
+    overrides = getattr(options, "overrides", [])
+    config = getattr(options, "config", None)
+    is_recipe = config is not None and str(config).startswith("configs/")
+    if is_recipe or overrides:
+        # A run's settings are the quickstart's, where the page says no more.
+        return load_config(
+            PROJECT / (config if is_recipe else "configs/quickstart.yaml"), overrides
+        )
+    return None
+
+
+def needs_card(command: Command, options: argparse.Namespace | None) -> bool:
+    """By its settings: those of its recipe, or of the run that it names."""
+    if command.words[0] != "g2rpo":
+        return command.name == "bench_costs" or (
+            command.name == "rehearse" and "--tiny" not in command.words
+        )
+    if command.name in ("plan", "download", "score") or getattr(options, "dry_run", False):
+        return False
+    if command.name == "embed":
+        assert options is not None
+        return options.gpus_per_worker > 0
+    if any(word.startswith(ON_A_CARD) for word in command.words[2:3]):
+        return command.name != "export"
+    config = settings_of(options) if options is not None else None
+    return config is not None and config.rollout.gpus_per_worker > 0
+
+
+def test_the_pages_show_the_commands_of_every_kind() -> None:
+    names = {command.name for command in COMMANDS if command.words[0] == "g2rpo"}
+    assert names == {module.__name__.rpartition(".")[2] for module in cli.COMMANDS}
+    assert len(COMMANDS) > 60
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_a_command_of_the_docs_is_what_the_code_takes(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(PROJECT)
+    options = parsed(command)
+    if command.words[0] == "g2rpo" and options is not None and command.name != "score":
+        settings_of(options)
+    if needs_card(command, options):
+        assert command.marked, f"say '# {MARK}' above it, in its block"
+    elif command.words[0] != "make" and command.name not in ("plan", "embed"):
+        test = PROJECT / "tests" / RUN_BY[command.name]
+        assert command.name.rpartition(".")[2] in test.read_text()
+
+
+PLANS = [c for c in COMMANDS if c.name == "plan" and not PLACEHOLDERS & {*c.words}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PLANS, ids=str)
+def test_the_plans_of_the_docs_are_made(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(PROJECT)
+    assert cli.main(command.words[1:]) in (0, None)
+    assert "GiB" in capsys.readouterr().out
