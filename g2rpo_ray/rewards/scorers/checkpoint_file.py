@@ -54,8 +54,13 @@ def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
     return state
 
 
-def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path) -> None:
+def load_weights(
+    model: torch.nn.Module, state: dict[str, Tensor], source: Path, assign: bool = False
+) -> None:
     """Fill a model with exactly these weights.
+
+    Args:
+        assign: they become the model's, on their device and in their type, instead of being copied.
 
     Raises:
         ScorerError: keys are missing or left over, shapes differ, or weights are quantised; the
@@ -70,7 +75,7 @@ def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path)
         if state[name].shape != wanted[name].shape
     ]
     refuse_misfits(source, wanted.keys() - state.keys(), state.keys() - wanted.keys(), misshapen)
-    model.load_state_dict(state)
+    model.load_state_dict(state, assign=assign)
 
 
 def refuse_quantised(source: Path, weights: Mapping[str, Tensor]) -> None:
