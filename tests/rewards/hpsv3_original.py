@@ -1,5 +1,5 @@
-"""Runs in an environment of hpsv3 1.0.0 and the transformers of its time: the package's scores of the
-pictures in a folder, by its own model and words. Argument: the folder."""
+"""Runs in an environment of hpsv3 1.0.0 and the transformers of its time: the package's own scores
+of the pictures in a folder. Argument: the folder."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Other projects' packages, which need old versions of what is here, in an environment of their own."""
+"""Packages that need old versions of what is here, in an environment of their own."""
 
 import subprocess
 import sys

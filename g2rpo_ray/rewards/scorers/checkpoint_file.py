@@ -32,7 +32,9 @@ def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
         raise ScorerError(f"{checkpoint}: no such checkpoint file")
     try:
         if checkpoint.suffix == ".safetensors":
-            return load_file(checkpoint, device)
+            # safetensors knows no meta; on the CPU the file is mapped, and no weight is read.
+            state = load_file(checkpoint, "cpu" if device == "meta" else device)
+            return {name: tensor.to(device) for name, tensor in state.items()}
         content = torch.load(checkpoint, map_location=device, weights_only=True)
     # torch.load raises whatever a damaged zip or pickle makes it raise.
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:

@@ -1,7 +1,6 @@
-"""HPSv3 (arXiv 2508.03789): Qwen2-VL reads picture and prompt, a head on its last token rates them.
+"""HPSv3 (arXiv 2508.03789): Qwen2-VL reads picture and prompt, a head on its last token rates both.
 
-Its package needs an old transformers; here its checkpoint runs on today's Qwen2-VL. What is read and
-how is the published model's: it was trained so, and scores otherwise mean nothing.
+Its package needs an old transformers; here its checkpoint runs on today's Qwen2-VL.
 """
 
 from __future__ import annotations
