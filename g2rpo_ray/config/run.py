@@ -1,6 +1,7 @@
 """One run: all sections, and the rules between them."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -87,6 +88,14 @@ class Config(Section):
     def keeps_average(self) -> bool:
         """Whether the learner keeps a moving average of its fp32 weights."""
         return self.draws_average or self.learner.ema_decay is not None
+
+    def reweighted(self, scales: Mapping[str, float]) -> Self:
+        """With the weights of rewards multiplied, as a guard with ``lower_weight`` does."""
+        rewards = {
+            name: reward.model_copy(update={"weight": reward.weight * scales.get(name, 1.0)})
+            for name, reward in self.rewards.items()
+        }
+        return self.model_copy(update={"rewards": rewards})
 
     @model_validator(mode="before")
     @classmethod
