@@ -439,3 +439,24 @@ def test_scales_multiply_the_weights_of_rewards_alone() -> None:
     assert config.reweighted({}) == config
     dumped = config.model_dump(exclude={"rewards"})
     assert lowered.model_dump(exclude={"rewards"}) == dumped
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "model: frozen_dtype is float8 and lora is not set: weights that are trained"),
+        (
+            ("model.trained_modules=[attn.to_q]",),
+            "model: frozen_dtype is float8 and lora is not set: weights that are trained",
+        ),
+        (
+            ("model.lora.rank=2", "learner.zero_stage=3"),
+            "model.frozen_dtype is float8 and learner.zero_stage is 3, which splits weights",
+        ),
+    ],
+)
+def test_weights_that_are_trained_or_split_are_not_kept_in_8_bits(
+    overrides: tuple[str, ...], said: str
+) -> None:
+    assert said in error_of("model.frozen_dtype=float8", *overrides)
+    assert quickstart("model.lora.rank=2", "model.frozen_dtype=float8").model.lora is not None
