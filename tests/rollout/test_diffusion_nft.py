@@ -239,6 +239,23 @@ def test_parts_batches_and_a_broken_picture() -> None:
     assert float(flat(engine.gradients[0]).abs().max()) == 0.0
 
 
+def test_a_picture_at_whose_level_the_old_policy_broke_is_no_input_at_any() -> None:
+    config = nft(advantage={"on_invalid": "drop_group"})
+    group = draw_group(tiny_policy(), config)
+    velocities = group.velocities.clone()
+    velocities[1, 2] = math.nan
+    engine = PlainEngine(tiny_policy())
+    seen: list[Tensor] = []
+    engine.policy.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    update(engine, [replace(group, velocities=velocities, batch_size=4)], config)
+    for position, x in enumerate(seen):
+        noised, _ = group.noised(position)
+        assert torch.equal(x[[0, 1, 3]], noised[[0, 1, 3]])
+        assert group.times is not None
+        noise = normal(engine.policy.shape.packed, 0, 0, "branch", position, 2)
+        assert torch.equal(x[2], group.times[position, 2] * noise)
+
+
 def test_its_numbers_have_no_ratio_and_its_kl_is_of_velocities() -> None:
     config = nft(model={"lora": {"rank": 2}}, learner={"kl_weight": 0.5})
     policy = tiny_policy(lora=True)

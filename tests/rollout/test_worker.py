@@ -17,11 +17,11 @@ from tests.tiny import KnownScores, Redness, encode, tiny_config
 REDNESS = Redness(["clip", "hps", "oracle"])
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "diffusion_nft"])
 def test_pictures_and_evaluations_are_counted_where_they_are_made(
     tmp_path: Path, algorithm: str
 ) -> None:
-    config = tiny_config(tmp_path, f"algorithm={algorithm}", "mix_grpo.window=2")
+    config = tiny_config(tmp_path, f"algorithm={algorithm}", "mix_grpo.window=2", "e_grpo.first=3")
     summary, group = RolloutWorker(config, REDNESS).rollout(encode(config)[0], 0, iteration=0)
     counts = make_algorithm(config).counts(0)
     assert summary.pictures == counts.pictures
