@@ -50,7 +50,7 @@ def test_what_is_published_names_no_folder_and_is_read_again(script: ModuleType)
     result = run(script, [(10, 0.4), (20, 0.8)])
     [found] = script.as_json([result])
     assert not {"config", "keep", "until_s"} & found["job"].keys()
-    [again] = script.TypeAdapter(list[script.Result]).validate_python([found])
+    again = script.TypeAdapter(script.Result).validate_python(found)
     assert again.points == result.points
 
 
