@@ -23,7 +23,7 @@ DIVERSITY = "diversity"
 """The column of diversity: no reward, so it is never said to be better or worse."""
 MOST_CATEGORIES = 40
 """With more, a prompt file calls something else a category, and a table of it is no help."""
-COLUMN_ORDER = ("hps", "hpsv2", "clip", "pickscore", "image_reward", "unified_reward")
+COLUMN_ORDER = ("hps", "hpsv2", "hpsv3", "clip", "pickscore", "image_reward", "unified_reward")
 """Kinds of scorers in the order of the paper's main table (arXiv 2510.01982)."""
 
 

@@ -11,6 +11,7 @@ from g2rpo_ray.rewards.scorers.custom import PythonScorer
 from g2rpo_ray.rewards.scorers.diversity import DiversityScorer
 from g2rpo_ray.rewards.scorers.hps import HpsScorer
 from g2rpo_ray.rewards.scorers.hpsv2 import Hpsv2Scorer
+from g2rpo_ray.rewards.scorers.hpsv3 import HpsV3Scorer
 from g2rpo_ray.rewards.scorers.image_reward import ImageRewardScorer
 from g2rpo_ray.rewards.scorers.judge import JudgeScorer, UnifiedRewardScorer
 from g2rpo_ray.rewards.scorers.ocr import OcrScorer
@@ -28,6 +29,7 @@ SCORERS: dict[str, type[RewardScorer]] = {
         AestheticScorer,
         DiversityScorer,
         ImageRewardScorer,
+        HpsV3Scorer,
         OcrScorer,
         CompositionScorer,
         UnifiedRewardScorer,

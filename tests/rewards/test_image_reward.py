@@ -2,8 +2,6 @@
 
 import json
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from g2rpo_ray.rewards.contract import check_scorer
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.scorers.pictures import as_pictures
+from tests.rewards.old_packages import environment
 from tests.rewards.test_preprocess import photo_like
 
 PACKAGES = (
@@ -32,7 +31,7 @@ SIZES = [(224, 224), (400, 300), (300, 400), (150, 160)]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoint, settings, tokenizer, pictures, and the package's scores of them."""
     folder = tmp_path_factory.mktemp("image-reward")
-    python = _environment(folder / "environment")
+    python = environment(folder / "environment", PACKAGES)
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     med = {
         "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -54,20 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.returncode == 0, result.stderr[-2000:]
     BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
     return folder
-
-
-def _environment(folder: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    python = folder / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
-    result = subprocess.run(
-        [*install, *PACKAGES], capture_output=True, text=True, timeout=480, check=False
-    )
-    if result.returncode != 0:
-        pytest.skip(f"packages of ImageReward are not to be had here: {result.stderr[-200:]}")
-    return python
 
 
 def options(folder: Path) -> dict[str, Any]:

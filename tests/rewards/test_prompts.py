@@ -76,16 +76,25 @@ def test_a_missing_package_counts_where_the_replica_has_no_environment_of_its_ow
     assert list(reward_problems(load_config(QUICKSTART, elsewhere))) == []
 
 
-def test_download_knows_the_detector_and_the_clip_of_its_colours() -> None:
-    options = (
-        "{detector: models/owlv2-base-patch16-ensemble, "
-        "clip: 'local-dir:models/vit_large_patch14_clip_224.openai'}"
-    )
-    config = load_config(
-        QUICKSTART, ["rewards.it.kind=composition", f"rewards.it.options={options}"]
-    )
-    repos = [target.source.repo for target in targets_of(config) if target.source]
-    assert repos == ["google/owlv2-base-patch16-ensemble", "timm/vit_large_patch14_clip_224.openai"]
+@pytest.mark.parametrize(
+    ("kind", "options", "repos"),
+    [
+        (
+            "composition",
+            "{detector: models/owlv2-base-patch16-ensemble, "
+            "clip: 'local-dir:models/vit_large_patch14_clip_224.openai'}",
+            ["google/owlv2-base-patch16-ensemble", "timm/vit_large_patch14_clip_224.openai"],
+        ),
+        (
+            "hpsv3",
+            "{checkpoint: models/HPSv3.safetensors, base: models/Qwen2-VL-7B-Instruct}",
+            ["MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"],
+        ),
+    ],
+)
+def test_download_knows_the_files_of(kind: str, options: str, repos: list[str]) -> None:
+    config = load_config(QUICKSTART, [f"rewards.it.kind={kind}", f"rewards.it.options={options}"])
+    assert [target.source.repo for target in targets_of(config) if target.source] == repos
 
 
 def test_a_run_and_an_evaluation_look_at_their_prompts(tmp_path: Path) -> None:

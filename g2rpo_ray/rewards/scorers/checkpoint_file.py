@@ -32,7 +32,9 @@ def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
         raise ScorerError(f"{checkpoint}: no such checkpoint file")
     try:
         if checkpoint.suffix == ".safetensors":
-            return load_file(checkpoint, device)
+            # safetensors knows no meta; on the CPU the file is mapped, and no weight is read.
+            state = load_file(checkpoint, "cpu" if device == "meta" else device)
+            return {name: tensor.to(device) for name, tensor in state.items()}
         content = torch.load(checkpoint, map_location=device, weights_only=True)
     # torch.load raises whatever a damaged zip or pickle makes it raise.
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:
@@ -54,8 +56,13 @@ def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
     return state
 
 
-def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path) -> None:
+def load_weights(
+    model: torch.nn.Module, state: dict[str, Tensor], source: Path, assign: bool = False
+) -> None:
     """Fill a model with exactly these weights.
+
+    Args:
+        assign: they become the model's, on their device and in their type, instead of being copied.
 
     Raises:
         ScorerError: keys are missing or left over, shapes differ, or weights are quantised; the
@@ -70,7 +77,7 @@ def load_weights(model: torch.nn.Module, state: dict[str, Tensor], source: Path)
         if state[name].shape != wanted[name].shape
     ]
     refuse_misfits(source, wanted.keys() - state.keys(), state.keys() - wanted.keys(), misshapen)
-    model.load_state_dict(state)
+    model.load_state_dict(state, assign=assign)
 
 
 def refuse_quantised(source: Path, weights: Mapping[str, Tensor]) -> None:
