@@ -14,7 +14,8 @@ from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.contract import ContractError, check_scorer
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer
-from tests.rewards.small_models import aesthetic_options, hpsv3_options, pickscore_options
+from random_hpsv3 import write_hpsv3
+from tests.rewards.small_models import aesthetic_options, pickscore_options
 
 CLIP = {"architecture": "local-dir:tiny_world:clip"}
 HPS = {"checkpoint": "tiny_world:hps/HPS_tiny.pt", "architecture": "local-dir:tiny_world:hps"}
@@ -27,7 +28,7 @@ def test_a_scorer_answers_whatever_a_run_may_ask(kind: str, tmp_path: Path) -> N
         "clip": lambda: CLIP,
         "pickscore": lambda: pickscore_options(tmp_path),
         "aesthetic": lambda: aesthetic_options(tmp_path),
-        "hpsv3": lambda: hpsv3_options(tmp_path),
+        "hpsv3": lambda: write_hpsv3(tmp_path),
     }
     passed = check_scorer(make_scorer(kind, options[kind](), "cpu"))
     assert len(passed) == (18 if kind == "aesthetic" else 19)

@@ -17,8 +17,8 @@ from g2rpo_ray.rewards.registry import check_files, make_scorer
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.scorers.hpsv3 import QUESTION
 from g2rpo_ray.rewards.scorers.pictures import as_pictures
+from random_hpsv3 import write_hpsv3, write_tokenizer
 from tests.rewards.old_packages import environment
-from tests.rewards.small_models import hpsv3_options, write_qwen_tokenizer
 from tests.rewards.test_preprocess import photo_like
 
 PACKAGES = (
@@ -39,7 +39,7 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return hpsv3_options(tmp_path_factory.mktemp("hpsv3"))
+    return write_hpsv3(tmp_path_factory.mktemp("hpsv3"))
 
 
 def photos(*seeds: int) -> torch.Tensor:
@@ -174,7 +174,7 @@ def _no(*names: str) -> Callable[[Path], object]:
         (_no("config.json"), "no config.json in it"),
         (_no("preprocessor_config.json"), "no preprocessor_config.json in it"),
         (_no("tokenizer.json", "vocab.json"), "tokenizer cannot be used"),
-        (lambda it: write_qwen_tokenizer(it, markers=4), "lacks <|vision_end|>; expected Qwen2"),
+        (lambda it: write_tokenizer(it, markers=4), "lacks <|vision_end|>; expected Qwen2"),
         (lambda it: (it / "config.json").write_text('{"model_type": "clip"}'), "not 'qwen2_vl'"),
         (_no("HPSv3.safetensors"), "no such checkpoint file"),
         (lambda it: (it / "HPSv3.safetensors").write_bytes(b"cut"), "damaged checkpoint"),
@@ -183,7 +183,7 @@ def _no(*names: str) -> Callable[[Path], object]:
 def test_other_files_that_do_not_fit_are_named_before_a_run(
     tmp_path: Path, damage: Callable[[Path], object], cause: str
 ) -> None:
-    options = hpsv3_options(tmp_path)
+    options = write_hpsv3(tmp_path)
     damage(tmp_path)
     with pytest.raises(ScorerError) as caught:
         check_files("hpsv3", options)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,21 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_scorers.py"
 
 def test_drawn_signs_are_read(tmp_path: Path) -> None:
     pytest.importorskip("rapidocr", reason="needs g2rpo-ray[ocr], which [dev] has")
-    out = tmp_path / "scorers.json"
-    command = [sys.executable, str(SCRIPT), "ocr", "--side", "256", "--pictures", "6",
-               "--batch-size", "4", "--repeats", "1", "--json", str(out)]  # fmt: skip
+    assert _measured(tmp_path, "ocr", "--side", "256")["mean_score"] > 0.9
+
+
+@pytest.mark.parametrize("kind", ["composition", "hpsv3"])
+def test_small_models_run_on_the_cpu(tmp_path: Path, kind: str) -> None:
+    content = _measured(tmp_path, kind, "--side", "64", "--tiny")
+    assert (content["kind"], content["device"]) == (kind, "cpu")
+    assert content["seconds"] > 0
+
+
+def _measured(folder: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPT), *arguments, "--pictures", "6", "--batch-size", "4",
+               "--repeats", "1", "--json", str(folder / "scorers.json")]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
-    content = json.loads(out.read_text())
+    content: dict[str, Any] = json.loads((folder / "scorers.json").read_text())
     assert content["pictures"] == 6
-    assert content["mean_score"] > 0.9
+    return content
