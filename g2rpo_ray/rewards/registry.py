@@ -13,11 +13,12 @@ from g2rpo_ray.rewards.scorers.hps import HpsScorer
 from g2rpo_ray.rewards.scorers.hpsv2 import Hpsv2Scorer
 from g2rpo_ray.rewards.scorers.hpsv3 import HpsV3Scorer
 from g2rpo_ray.rewards.scorers.image_reward import ImageRewardScorer
-from g2rpo_ray.rewards.scorers.judge import JudgeScorer, UnifiedRewardScorer
+from g2rpo_ray.rewards.scorers.judge import JudgeScorer
 from g2rpo_ray.rewards.scorers.ocr import OcrScorer
 from g2rpo_ray.rewards.scorers.oracle import OracleScorer
 from g2rpo_ray.rewards.scorers.pickscore import PickscoreScorer
 from g2rpo_ray.rewards.scorers.remote import HttpScorer
+from g2rpo_ray.rewards.scorers.unified_reward import UnifiedRewardScorer
 
 SCORERS: dict[str, type[RewardScorer]] = {
     scorer.kind: scorer

@@ -43,9 +43,9 @@ def http_scorer(url: str, **options: Any) -> RewardScorer:
     return make_scorer("http", {"url": url, "timeout_s": 20.0, **options}, "cpu")
 
 
-def judge(server: FakeEndpoint, kind: str = "judge", **options: Any) -> RewardScorer:
+def judge(server: FakeEndpoint, **options: Any) -> RewardScorer:
     settings = {"url": f"{server.url}/v1", "model": "judge-7b", "timeout_s": 20.0, **options}
-    return make_scorer(kind, settings, "cpu")
+    return make_scorer("judge", settings, "cpu")
 
 
 def says(text: Any, **choice: Any) -> Answer:
@@ -284,10 +284,9 @@ def test_a_certificate_of_ones_own_can_be_trusted(certificate: Path) -> None:
 # The judge
 
 
-@pytest.mark.parametrize("kind", ["judge", "unified_reward"])
-def test_a_judge_is_asked_about_each_picture(server: FakeEndpoint, kind: str) -> None:
+def test_a_judge_is_asked_about_each_picture(server: FakeEndpoint) -> None:
     server.answers = [says("Good colours.\nFinal Score: 3.5")]
-    scores = judge(server, kind, concurrency=1).score(PICTURES, PROMPTS)
+    scores = judge(server, concurrency=1).score(PICTURES, PROMPTS)
     assert scores.tolist() == [3.5] * 3
     assert server.paths == ["/v1/chat/completions"] * 3
     for request, prompt, picture in zip(server.requests, PROMPTS, PICTURES, strict=True):

@@ -35,6 +35,10 @@ class JudgeScorer(RewardScorer):
         """The question; ``{prompt}`` stands for the picture's text."""
         pattern: str = rf"Final Score:\s*{NUMBER}"
         """Regular expression with one group, the number; it must match one number exactly."""
+        numbers: int = Field(1, ge=1)
+        """How many numbers it must match; with more than one, the score is their mean."""
+        words: dict[str, float] = Field(default_factory=dict)
+        """What words in the group stand for, such as ``{good: 1, bad: 0}``."""
         minimum: float = 1.0
         """Smallest number that is an answer."""
         maximum: float = 5.0
@@ -68,15 +72,16 @@ class JudgeScorer(RewardScorer):
         import torch
 
         with ThreadPoolExecutor(self._options.concurrency) as pool:
-            scores = list(pool.map(self._judge, pictures, prompts))
+            scores = list(pool.map(self._judge, pictures.unsqueeze(1), prompts))
         return torch.tensor(scores, dtype=torch.float32)
 
-    def _judge(self, picture: Tensor, prompt: str) -> float:
+    def _judge(self, pictures: Tensor, prompt: str) -> float:
+        """The answer's number about uint8 ``[N, H, W, 3]``, shown in this order."""
         # Not str.format: the template and the prompt may hold other braces.
         question = self._options.template.replace("{prompt}", prompt)
-        picture_url = f"data:image/png;base64,{png_base64(picture)}"
-        content = [
-            {"type": "image_url", "image_url": {"url": picture_url}},
+        urls = [f"data:image/png;base64,{png_base64(picture)}" for picture in pictures]
+        content: list[dict[str, Any]] = [
+            *({"type": "image_url", "image_url": {"url": url}} for url in urls),
             {"type": "text", "text": question},
         ]
         answer = self._endpoint.post(
@@ -90,28 +95,32 @@ class JudgeScorer(RewardScorer):
         return self.parse(self._text_of(answer))
 
     def parse(self, text: str) -> float:
-        """The number in a judge's answer.
+        """The number in a judge's answer, or the mean of its ``numbers``.
 
         Raises:
-            ScorerError: there is none, there are several, or it is out of range.
+            ScorerError: there are fewer or more, or one is out of range.
         """
         options, shown = self._options, f"the judge's answer {text[-120:]!r}"
-        numbers = set()
+        numbers = []
         for found in re.findall(options.pattern, text):
             try:
-                numbers.add(float(found))
+                numbers.append(options.words[found] if found in options.words else float(found))
             except ValueError as error:
                 raise self._endpoint.error(f"the judge's {found!r:.60} is no number") from error
-        if len(numbers) != 1:
+        if options.numbers == 1:
+            # The same judgement may stand there twice.
+            numbers = list(dict.fromkeys(numbers))
+        if len(numbers) != options.numbers:
             raise self._endpoint.error(
-                f"{shown} has {len(numbers)} numbers that match {options.pattern!r}; expected one"
+                f"{shown} has {len(numbers)} numbers that match {options.pattern!r}; expected "
+                f"{options.numbers}"
             )
-        (number,) = numbers
-        if not options.minimum <= number <= options.maximum:
-            raise self._endpoint.error(
-                f"{shown} gives {number:g}; allowed {options.minimum:g} to {options.maximum:g}"
-            )
-        return number
+        for number in numbers:
+            if not options.minimum <= number <= options.maximum:
+                raise self._endpoint.error(
+                    f"{shown} gives {number:g}; allowed {options.minimum:g} to {options.maximum:g}"
+                )
+        return sum(numbers) / len(numbers)
 
     def _text_of(self, answer: Any) -> str:
         try:
@@ -128,13 +137,3 @@ class JudgeScorer(RewardScorer):
                 f"the answer was cut at max_tokens {self._options.max_tokens}"
             )
         return text
-
-
-class UnifiedRewardScorer(JudgeScorer):
-    """UnifiedReward (arXiv 2503.05236) as vLLM or SGLang serve it: 1 to 5.
-
-    The question is our own; to compare with published figures, give ``template`` the wording of
-    the model's card, and ``pattern`` what its answers end in.
-    """
-
-    kind = "unified_reward"
