@@ -12,9 +12,14 @@ class GuardSection(Section):
 
     max_drop: float = Field(gt=0)
     """How far its held-out mean may fall below that of the first evaluation."""
-    then: Literal["warn", "stop"] = "warn"
-    """When it fell further: tell it after every evaluation, or also end the run, with a checkpoint.
-    """
+    then: Literal["warn", "stop", "lower_weight"] = "warn"
+    """When it fell further: tell it after every evaluation; or also end the run, with a checkpoint;
+    or also lower the weights of the trained rewards that rose."""
+    factor: float = Field(0.5, gt=0, lt=1)
+    """With ``lower_weight``: each evaluation at which it fell further multiplies by this the weight
+    of every trained reward whose held-out mean is above that of the first evaluation."""
+    floor: float = Field(0.1, gt=0, le=1)
+    """Share of its weight in the configuration below which none is lowered."""
 
 
 class EvaluationSection(Section):

@@ -1,6 +1,7 @@
 """One run: all sections, and the rules between them."""
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -68,6 +69,14 @@ class Config(Section):
     def trained_rewards(self) -> dict[str, RewardSection]:
         """The rewards whose advantages are trained on, in a fixed order."""
         return {n: r for n, r in sorted(self.rewards.items()) if r.weight > 0}
+
+    def reweighted(self, scales: Mapping[str, float]) -> Self:
+        """With the weights of rewards multiplied, as a guard with ``lower_weight`` does."""
+        rewards = {
+            name: reward.model_copy(update={"weight": reward.weight * scales.get(name, 1.0)})
+            for name, reward in self.rewards.items()
+        }
+        return self.model_copy(update={"rewards": rewards})
 
     @model_validator(mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, is_checkpoint_o
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.learner.waiting import GRACE_S, GroupsLostError, RankLostError, answers_of
-from g2rpo_ray.learner.worker import Learner
+from g2rpo_ray.learner.worker import NO_SCALES, Learner
 
 T = TypeVar("T")
 
@@ -34,6 +34,14 @@ class _Writing:
     folder: Path
     info: CheckpointInfo
     keep_also: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """What an update was made of."""
+
+    groups: list[ray.ObjectRef]
+    scales: Mapping[str, float]
 
 
 class LearnerGroup:
@@ -67,8 +75,8 @@ class LearnerGroup:
         self.version = version
         """Of the weights of now: one more after every ``update``."""
         self._state: Path | None = checkpoint
-        self._since: list[list[ray.ObjectRef] | _Writing] = []
-        """What was done since ``_state``: groups of every update, and the state under way."""
+        self._since: list[_Learned | _Writing] = []
+        """What was done since ``_state``: every update, and the state under way."""
         self._failures: deque[float] = deque()
         self._fence = Fence(Path(config.run_dir))
         self._is_lost = False
@@ -87,8 +95,13 @@ class LearnerGroup:
             self.close()
             raise
 
-    def update(self, groups: Sequence[ray.ObjectRef]) -> UpdateReport:
+    def update(
+        self, groups: Sequence[ray.ObjectRef], scales: Mapping[str, float] = NO_SCALES
+    ) -> UpdateReport:
         """Train on one iteration's groups, given in id order.
+
+        Args:
+            scales: what the weights of rewards are multiplied by; 1 of those not named.
 
         Raises:
             GroupsLostError: groups were lost with their node; the learner is as before the call.
@@ -97,8 +110,9 @@ class LearnerGroup:
         """
         with self.lock:
             self._recovering(lambda: self._settle(wait=False))
-            update = self._recovering(lambda: self._update(list(groups)))
-            self._since.append(list(groups))
+            learned = _Learned(list(groups), dict(scales))
+            update = self._recovering(lambda: self._update(learned))
+            self._since.append(learned)
             self.version += 1
             return update
 
@@ -196,10 +210,12 @@ class LearnerGroup:
         self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
         """Ranks that hold a part of the weights which no other rank can send."""
 
-    def _update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
+    def _update(self, it: _Learned) -> UpdateReport:
         started_s = time.monotonic()
         reports: list[UpdateReport] = self._ask(
-            "update", lambda rank: rank.update.remote(groups), self._deadline.deadline_s
+            "update",
+            lambda rank: rank.update.remote(it.groups, it.scales),
+            self._deadline.deadline_s,
         )
         seconds = time.monotonic() - started_s
         self._deadline.record(seconds)

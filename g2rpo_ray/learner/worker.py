@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 import ray
 import torch
@@ -35,6 +36,9 @@ from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup, open_store
 from g2rpo_ray.weight_sync.frozen import FrozenParts
 
 logger = logging.getLogger(__name__)
+
+
+NO_SCALES: Mapping[str, float] = MappingProxyType({})
 
 
 class Learner:
@@ -74,8 +78,14 @@ class Learner:
                 self.engine = LearnerEngine(policy, settings, state, info.updates)
         return "; ".join(filter(None, [coverage(policy.transformer), frozen.description]))
 
-    def update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
-        """One iteration's update on this rank's share of ``groups``, given in id order."""
+    def update(
+        self, groups: list[ray.ObjectRef], scales: Mapping[str, float] = NO_SCALES
+    ) -> UpdateReport:
+        """One iteration's update on this rank's share of ``groups``, given in id order.
+
+        Args:
+            scales: what the weights of rewards are multiplied by; 1 of those not named.
+        """
         shares = assign(len(groups), self.rank, self.config.learner.ranks)
         with logged("fetching groups"):
             mine: list[RolloutGroup] = ray.get([groups[index] for index, _ in shares])
@@ -84,7 +94,7 @@ class Learner:
                 self.engine,
                 mine,
                 [weight for _, weight in shares],
-                config=self.config,
+                config=self.config.reweighted(scales),
                 prompts=len(groups),
                 ranks=self.config.learner.ranks,
                 device=self.device,

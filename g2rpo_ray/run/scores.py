@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -58,6 +58,29 @@ def fallen_rewards(config: Config) -> dict[str, float]:
         if means and means[0] - means[-1] > guard.max_drop:
             fallen[name] = means[0] - means[-1]
     return fallen
+
+
+def lowered_scales(config: Config, scales: Mapping[str, float], iteration: int) -> dict[str, float]:
+    """What the weights of trained rewards are multiplied by after the evaluation of an iteration.
+
+    Args:
+        scales: the same before it; 1 of rewards not named.
+    """
+    means = {
+        name: [mean for n, mean in heldout_means(config, name).items() if n <= iteration]
+        for name in config.rewards
+        if iteration in heldout_means(config, name)
+    }
+    gains = {name: known[-1] - known[0] for name, known in means.items()}
+    lowered = dict(scales)
+    for name, guard in config.evaluation.guards.items():
+        if guard.then != "lower_weight" or -gains.get(name, 0.0) <= guard.max_drop:
+            continue
+        for other in config.trained_rewards:
+            if gains.get(other, 0.0) > 0:
+                scale = lowered.get(other, 1.0)
+                lowered[other] = min(scale, max(guard.floor, scale * guard.factor))
+    return lowered
 
 
 def stopping_guard(config: Config) -> str | None:

@@ -20,6 +20,7 @@ from g2rpo_ray.run.scores import (
     fallen_most,
     fallen_rewards,
     is_stalled,
+    lowered_scales,
     save_heldout,
     stopping_guard,
 )
@@ -59,6 +60,11 @@ class HeldoutEvaluation:
         self._closed = threading.Event()
         self._last: int | None = None
         """Iteration whose evaluation was begun last."""
+        info = session.run.info
+        self.reward_scales, self.judged = dict(info.reward_scales), info.judged
+        """What guards have multiplied the weights of trained rewards by, and the iteration of the
+        last evaluation that this takes into account."""
+        self._lower_weights()
         self.missed = 0
         """Evaluations that failed or were left out, since the start."""
         self.is_stalled = is_stalled(self._config) or stopping_guard(self._config) is not None
@@ -160,6 +166,7 @@ class HeldoutEvaluation:
         save_heldout(session.run.folder, iteration, self._kept(iteration, results, shown))
         pictures = {result.prompt: result.pictures[0].numpy() for result in shown}
         session.log.pictures(iteration, pictures)
+        self._lower_weights()
         if not self.is_stalled and (guard := stopping_guard(self._config)):
             self.is_stalled = True
             session.note(f"evaluation.guards.{guard}.then is stop: the run ends early")
@@ -170,6 +177,21 @@ class HeldoutEvaluation:
                 f"{self._config.evaluation.patience} evaluations (evaluation.patience): the run "
                 "ends early"
             )
+
+    def _lower_weights(self) -> None:
+        """By the evaluations that came since: of a resumed run, also those that came too late for
+        its checkpoint."""
+        for iteration in sorted(evaluated_iterations(self._config)):
+            if iteration <= self.judged:
+                continue
+            before, self.judged = self.reward_scales, iteration
+            self.reward_scales = lowered_scales(self._config, before, iteration)
+            for name, scale in self.reward_scales.items():
+                if scale != before.get(name, 1.0):
+                    self._session.note(
+                        f"evaluation of iteration {iteration}: the weight of {name} is lowered to "
+                        f"{scale:g} of rewards.{name}.weight (evaluation.guards, lower_weight)"
+                    )
 
     def _kept(
         self, iteration: int, results: list[HeldoutPictures], shown: list[HeldoutPictures]

@@ -39,7 +39,9 @@ class OneStepOffTrainer(Trainer):
                 f"has {self.state.weight_version}; dropped and drawn again (max_staleness)"
             )
             drawn = self.draw(drawn.iteration)
-        self.learning = self.learner_thread.submit(self.roles.learner.update, drawn.groups)
+        self.learning = self.learner_thread.submit(
+            self.roles.learner.update, drawn.groups, self.heldout.reward_scales
+        )
         try:
             self.draw_ahead(self.learning)
         except StopRequested:

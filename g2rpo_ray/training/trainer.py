@@ -140,7 +140,7 @@ class Trainer:
 
     def update(self, drawn: Drawn) -> UpdateReport:
         """The learner's work on an iteration."""
-        return self.roles.learner.update(drawn.groups)
+        return self.roles.learner.update(drawn.groups, self.heldout.reward_scales)
 
     def sync(self) -> WeightReceipt | None:
         """Bring the learner's weights to every rollout worker, verified."""
@@ -163,6 +163,9 @@ class Trainer:
             | {"rollout/staleness": self.state.weight_version - drawn.oldest_version}
             | update_metrics(update)
         )
+        if any(g.then == "lower_weight" for g in self.config.evaluation.guards.values()):
+            weighted = self.config.reweighted(self.heldout.reward_scales).trained_rewards
+            values |= {f"reward/{name}/weight": it.weight for name, it in weighted.items()}
         if report is not None:
             values |= {"sync/bytes": report.bytes, "sync/tensors": report.tensors}
         self.state = replace(
@@ -204,7 +207,12 @@ class Trainer:
         """Have the ranks copy the state of now; waits for the state before to be whole."""
         with self.away("checkpoint"):
             trained_steps = make_algorithm(self.config).trained_steps(self.iteration)
-            info = replace(self.state, trained_steps=trained_steps)
+            info = replace(
+                self.state,
+                trained_steps=trained_steps,
+                reward_scales=self.heldout.reward_scales,
+                judged=self.heldout.judged,
+            )
             self.roles.learner.save(checkpoint_folder(folder, self.iteration), info, keep_also)
 
     def finish_save(self) -> None:

@@ -391,3 +391,16 @@ def test_adapters_share_a_card_where_two_roles_fit_on_it(
     # Until it was measured on a card.
     assert not quickstart("model.lora.rank=2", *settings).shares_frozen
     assert not quickstart(*auto).shares_frozen
+
+
+def test_scales_multiply_the_weights_of_rewards_alone() -> None:
+    config = load_config(QUICKSTART, ["rewards.hps.weight=2", "rewards.oracle.weight=0"])
+    lowered = config.reweighted({"hps": 0.25, "oracle": 0.5})
+    weights = {name: reward.weight for name, reward in lowered.rewards.items()}
+    own = config.rewards["clip"].weight
+    assert weights == {"hps": 0.5, "clip": own, "oracle": 0}
+    assert config.rewards["hps"].weight == 2
+    assert lowered.trained_rewards.keys() == config.trained_rewards.keys() == {"hps", "clip"}
+    assert config.reweighted({}) == config
+    dumped = config.model_dump(exclude={"rewards"})
+    assert lowered.model_dump(exclude={"rewards"}) == dumped

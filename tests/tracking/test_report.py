@@ -85,7 +85,30 @@ def test_a_finished_run_is_shown_whole(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert text in page.text, text
     assert len(page.references) == len(page.links) == 2 * len(PROMPTS)
-    assert page.tags.count("svg") == 3 + 6 + 1
+    assert page.tags.count("svg") == 3 + 2 + 6 + 1
+    assert "oracle (not trained on) over clip" in page.text
+    assert "held-out mean of hps" in page.text
+    assert "which guards lower" not in page.text
+
+
+def test_untrained_rewards_are_drawn_over_trained_ones(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", iterations=2)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for n, (clip, oracle) in enumerate([(0.5, 0.9), (0.75, 0.6), (None, 0.5), (1.0, 0.3)]):
+            record = {"iteration": n, "kind": "evaluation", "heldout/clip": clip}
+            file.write(json.dumps(record | {"heldout/oracle": oracle}) + "\n")
+        weights = {"iteration": 1, "kind": "train", "reward/clip/weight": 0.5}
+        file.write(json.dumps(weights) + "\n")
+    page = read_page(write_report(folder))
+    assert "Weights of the trained rewards, which guards lower" in page.text
+    (figure,) = [it for it in page.source.split("<figure>") if "oracle (not trained on) over" in it]
+    dots = re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', figure)
+    xs, ys = ([float(dot[axis]) for dot in dots] for axis in (0, 1))
+    # To the right as clip rises, down (a larger y) as the oracle falls; the first is marked.
+    assert xs[:3] == sorted(xs[:3])
+    assert xs[1] == pytest.approx((xs[0] + xs[2]) / 2, abs=0.01)
+    assert ys[:3] == sorted(ys[:3])
+    assert dots[3:] == dots[:1]
 
 
 def test_a_run_that_broke_off_says_what_is_missing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -89,6 +89,7 @@ class FakePool:
             raise RunError("the scorer is gone")
         pictures = torch.zeros(1, 16, 16, 3, dtype=torch.uint8)
         scores = {"oracle": torch.tensor([self.scores[version]])}
+        scores["hps"] = torch.tensor([1 + 0.1 * version])
         return [HeldoutPictures(0, "a red circle", pictures, scores, 0, self.failures)]
 
 
@@ -102,10 +103,13 @@ class FakeLearner:
 
     def __init__(self, version: int) -> None:
         self.version = version
+        self.scales: list[dict[str, float]] = []
+        """Of every update."""
         self.write: Callable[[], None] = lambda: None
 
-    def update(self, _groups: object) -> UpdateReport:
+    def update(self, _groups: object, scales: Mapping[str, float]) -> UpdateReport:
         self.version += 1
+        self.scales.append(dict(scales))
         health = PolicyHealth(1.0, 0.0, 0.0, 0.0, 0.0)
         return UpdateReport([StepRecord(0, 0, 0, 0.0, health, 0.0, True, 0, 0.0, 0.0)], [1.0], 0.1)
 
@@ -150,6 +154,8 @@ class Trained:
     folder: Path
     config: Config
     told: list[str]
+    scales: list[dict[str, float]] = field(default_factory=list)
+    """Of every update of this life."""
 
     @property
     def means(self) -> dict[int, float]:
@@ -192,6 +198,7 @@ class Run:
         trained = Trained(opened.folder, self.config, self.told)
 
         learner = FakeLearner(opened.info.weight_version)
+        trained.scales = learner.scales
 
         def weights_of_now(_timeout_s: float) -> Any:
             report = WeightReceipt(learner.version, 1, 1, "")
@@ -309,6 +316,58 @@ def test_a_guard_ends_the_run_and_resume_keeps_to_it(tmp_path: Path) -> None:
     assert (trained.summary["stopped_early"], trained.summary["iterations"]) == (False, 7)
     # Of 4 and 5; before, it was told of 3, and 6 is above again.
     assert sum("held-out oracle is 0.2000 below" in line for line in trained.told) == 2
+
+
+LOWERS = "evaluation.guards={oracle: {max_drop: 0.05, then: lower_weight, floor: 0.2}}"
+LOWERED: list[dict[str, float]] = [{}, {}, {}, *({"hps": it} for it in (0.5, 0.25, 0.2, 0.2))]
+"""By update, of FALLING: it is .1 below after 3, .2 after 4 and 5, and above again after 6."""
+
+
+def test_a_guard_lowers_the_weights_of_what_rose_and_resume_keeps_to_it(tmp_path: Path) -> None:
+    settings = ("iterations=7", "rewards.oracle.weight=0", LOWERS)
+    whole = Run(tmp_path / "whole", *settings, scores=FALLING).train()
+    assert whole.scales == LOWERED
+    told = [line for line in whole.told if "the weight of hps is lowered" in line]
+    assert len(told) == 3
+    assert "iteration 3: the weight of hps is lowered to 0.5 of rewards.hps.weight" in told[0]
+    weights = [r["reward/hps/weight"] for r in read_metrics(whole.folder, "train")]
+    own = whole.config.rewards["hps"].weight
+    assert weights == pytest.approx([own * scales.get("hps", 1.0) for scales in LOWERED])
+
+    for last in range(1, 7):
+        run = Run(tmp_path / f"run{last}", *settings, scores=FALLING)
+
+        def stop(loop: Loop, last: int = last) -> None:
+            if loop.iteration == last:
+                loop.finish_save()
+                raise RuntimeError("lost")
+
+        with pytest.raises(RuntimeError, match="lost"):
+            run.train(stop)
+        resumed = Run(tmp_path / f"run{last}", *settings, scores=FALLING).train(resume="auto")
+        assert resumed.scales == LOWERED[last:]
+        assert [
+            r.get("reward/hps/weight") for r in read_metrics(resumed.folder, "train")
+        ] == weights
+
+
+def test_an_evaluation_that_came_after_its_checkpoint_still_lowers(tmp_path: Path) -> None:
+    settings = ("iterations=7", "rewards.oracle.weight=0", LOWERS)
+    run = Run(tmp_path / "run", *settings, scores=FALLING, beside=True)
+
+    def stop(loop: Loop) -> None:
+        loop.settle()
+        if loop.iteration == 3:
+            loop.heldout.collect()
+            loop.finish_save()
+            raise RuntimeError("lost")
+
+    with pytest.raises(RuntimeError, match="lost"):
+        run.train(stop)
+    state = json.loads((tmp_path / "run" / "checkpoints/iteration_000003/state.json").read_text())
+    assert (state["reward_scales"], state["judged"]) == ({}, 2)
+    resumed = Run(tmp_path / "run", *settings, scores=FALLING, beside=True).train(resume="auto")
+    assert resumed.scales[0] == {"hps": 0.5}
 
 
 def test_a_guard_keeps_the_pictures_that_fell_most(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class FakeRoles:
         summary = RolloutSummary(0, self.workers_version, 1, 1, {}, {}, [], [], 0.0, [])
         return [summary] * len(prompts), [f"groups {iteration}"] * len(prompts)
 
-    def update(self, groups: list[str]) -> UpdateReport:
+    def update(self, groups: list[str], _scales: object) -> UpdateReport:
         assert self.may_learn.wait(60), "too few iterations are drawn ahead"
         if self.lose_once:
             self.lose_once = False
@@ -226,7 +226,7 @@ class RealRoles(FakeRoles):
         drawn = [self.worker.rollout(self.prompts[n], iteration, iteration) for n in prompts]
         return [summary for summary, _ in drawn], [group for _, group in drawn]
 
-    def update(self, groups: list[Any]) -> UpdateReport:
+    def update(self, groups: list[Any], _scales: object) -> UpdateReport:
         (group,) = groups
         self.expected.append(self.first_log_ratio(group))
         report = update_on_groups(

@@ -70,6 +70,10 @@ class CheckpointInfo:
     """SDE steps of the iteration to come: where a sliding window stands."""
     base: str = ""
     """Fingerprint of the base model's weights that training began with; empty: not known."""
+    reward_scales: dict[str, float] = field(default_factory=dict)
+    """What guards have multiplied the weights of trained rewards by; 1 of those not named."""
+    judged: int = 0
+    """Iteration of the last evaluation that the scales take into account."""
 
 
 def prepare_checkpoint(folder: Path, size_bytes: int = 0, fence: Fence = UNFENCED) -> None:
@@ -282,6 +286,9 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
             f"{path}: a checkpoint of format {found}, this version reads {FORMAT}; use the version "
             "of g2rpo-ray that wrote it (versions.json of the run names it)"
         )
+    if isinstance(content.get("iteration"), int):
+        # Those that were written before guards lowered weights.
+        content = {"reward_scales": {}, "judged": content["iteration"]} | content
     expected = {field.name for field in fields(CheckpointInfo)} | {"files"}
     if content.keys() != expected:
         raise CheckpointError(

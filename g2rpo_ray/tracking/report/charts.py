@@ -74,13 +74,16 @@ class Scale:
         return [index * step for index in range(first, last + 1)]
 
 
-def line_chart(title: str, series: Sequence[Series], *, from_zero: bool = False) -> Markup:
+def line_chart(
+    title: str, series: Sequence[Series], *, from_zero: bool = False, over: str = "iteration"
+) -> Markup:
     """Lines over iterations; series without any number are left out.
 
     Args:
         title: heading of the chart, plain text.
         series: drawn in this order, the last on top.
         from_zero: the y axis starts at 0, for numbers that cannot be negative.
+        over: what the x axis shows.
 
     Returns:
         HTML ``<figure>``; with no number at all it says so.
@@ -91,7 +94,7 @@ def line_chart(title: str, series: Sequence[Series], *, from_zero: bool = False)
     xs, ys = zip(*(point for line in shown for point in line.known()), strict=True)
     x_scale = Scale(*_widened(min(xs), max(xs), 0), LEFT, WIDTH - RIGHT)
     y_range = _above_zero(max(ys)) if from_zero else _widened(min(ys), max(ys), 0.08)
-    return _figure(title, shown, x_scale, y_range, lines=shown)
+    return _figure(title, shown, x_scale, y_range, over, lines=shown)
 
 
 def stacked_bars(title: str, layers: Sequence[Series]) -> Markup:
@@ -137,6 +140,7 @@ def _figure(
     series: Sequence[Series],
     x_scale: Scale | None = None,
     y_range: tuple[float, float] = (0.0, 1.0),
+    over: str = "iteration",
     *,
     lines: Sequence[Series] = (),
     bars: Sequence[Bar] = (),
@@ -145,5 +149,5 @@ def _figure(
     return render(
         "chart.html",
         title=title, series=series, width=WIDTH, height=HEIGHT, x=x_scale, y=y_scale,
-        lines=lines, bars=bars,
+        over=over, lines=lines, bars=bars,
     )  # fmt: skip

@@ -5,6 +5,7 @@ import io
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -82,6 +83,7 @@ def write_report(run_dir: Path, live: bool = False) -> Path:
         after=f"iteration {run.evaluated[-1]}" if unfinished else "after",
         prompts=_prompts(run),
         reward_charts=[_reward_chart(run, name) for name in run.rewards],
+        tradeoff_charts=_tradeoff_charts(run),
         policy_charts=_policy_charts(run),
         role_s={role: sum(seconds) for role, seconds in spent.items()},
         total_s=sum(map(sum, spent.values())),
@@ -192,8 +194,29 @@ def _reward_chart(run: RunFolder, name: str) -> Markup:
     )
 
 
+def _tradeoff_charts(run: RunFolder) -> list[Markup]:
+    """Held-out means of each reward that is not trained on against each that is: a line that falls
+    to the right is the price of training."""
+    means = {name: dict(run.points(f"heldout/{name}")) for name in run.rewards}
+    trained = [name for name in run.rewards if name in run.trained_rewards]
+    charts = []
+    for name, other in product(trained, [it for it in run.rewards if it not in trained]):
+        both = [(x, means[other].get(n)) for n, x in sorted(means[name].items()) if x is not None]
+        if sum(y is not None for _, y in both) > 1:
+            line = Series("an evaluation each", BLUE, both, dots=True)
+            first = Series("the first", ORANGE, both[:1], dots=True)
+            charts.append(
+                line_chart(
+                    f"{other} (not trained on) over {name}",
+                    [line, first],
+                    over=f"held-out mean of {name}",
+                )
+            )
+    return charts
+
+
 def _policy_charts(run: RunFolder) -> list[Markup]:
-    colours = zip(run.rewards, (BLUE, ORANGE, GREEN, PURPLE, RED), strict=False)
+    colours = list(zip(run.rewards, (BLUE, ORANGE, GREEN, PURPLE, RED), strict=False))
     charts = {
         "Advantages": [
             ("mean |advantage|", BLUE, "advantage/abs_mean"),
@@ -214,6 +237,9 @@ def _policy_charts(run: RunFolder) -> list[Markup]:
             ("mean of an iteration's updates", BLUE, "policy/grad_norm")
         ],
     }
+    weights = [(name, colour, f"reward/{name}/weight") for name, colour in colours]
+    if any(run.points(metric) for _, _, metric in weights):
+        charts["Weights of the trained rewards, which guards lower"] = weights
     drawn = [
         line_chart(
             title,
