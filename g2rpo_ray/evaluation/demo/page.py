@@ -36,6 +36,7 @@ CACHE_S = 3600
 """Drawn pictures that browsers may still ask for are deleted after it."""
 CSS = """
 .pixels img, img.small { image-rendering: pixelated }
+.pixels img { width: 100%; height: 100%; object-fit: contain }
 .scores { width: 100%; font-variant-numeric: tabular-nums } .scores th { text-align: left }
 .scores .up { color: #2f8f63 } .scores .down { color: #b3372f }
 .heldout { display: inline-block; width: 280px; margin: 8px; vertical-align: top }
