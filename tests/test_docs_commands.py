@@ -149,9 +149,8 @@ def settings_of(options: argparse.Namespace) -> Config | None:
     is_recipe = config is not None and str(config).startswith("configs/")
     if is_recipe or overrides:
         # A run's settings are the quickstart's, where the page says no more.
-        return load_config(
-            PROJECT / (config if is_recipe else "configs/quickstart.yaml"), overrides
-        )
+        named = str(config) if is_recipe else "configs/quickstart.yaml"
+        return load_config(PROJECT / named, overrides)
     return None
 
 

@@ -138,7 +138,7 @@ def build(studio: Studio) -> Any:
     config = studio.config
     folder, steps = run_folder(config), config.evaluation.steps
     width, height = config.sampling.width, config.sampling.height
-    look = {
+    look: dict[str, Any] = {
         "format": "png", "height": 400, "interactive": False, "buttons": ["download", "fullscreen"],
         "elem_classes": ["pixels"] if max(width, height) < PIXELATED_BELOW else [],
     }  # fmt: skip

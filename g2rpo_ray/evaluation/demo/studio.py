@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -64,7 +65,7 @@ class Drawn:
 
 
 def read_asked(
-    config: Config, prompt: object, seed: object, steps: object, share: object, checkpoint: object
+    config: Config, prompt: Any, seed: Any, steps: Any, share: Any, checkpoint: Any
 ) -> Asked:
     """What a browser sent, checked; ``share`` of the steps is made by the trained weights.
 
@@ -172,8 +173,9 @@ class Studio:
                 return kept
             return info, weights_in(self.config, path)
 
-        _, self._trained = while_it_is_there(self.config, name, read)
-        return self._trained
+        _, found = while_it_is_there(self.config, name, read)
+        self._trained = found
+        return found
 
     def _walk(self, asked: Asked, switch: int, on_step: Callable[[int], None]) -> Tensor:
         if self._encoded[0] != asked.prompt:
