@@ -146,11 +146,12 @@ def settings_of(options: argparse.Namespace) -> Config | None:
     """Of the recipe that it names, with its overrides; None where a run or a placeholder stands."""
     overrides = getattr(options, "overrides", [])
     config = getattr(options, "config", None)
-    is_recipe = config is not None and str(config).startswith("configs/")
+    is_recipe = str(config).startswith("configs/")
     if is_recipe or overrides:
         # A run's settings are the quickstart's, where the page says no more.
-        named = str(config) if is_recipe else "configs/quickstart.yaml"
-        return load_config(PROJECT / named, overrides)
+        return load_config(
+            PROJECT / (str(config) if is_recipe else "configs/quickstart.yaml"), overrides
+        )
     return None
 
 

@@ -70,8 +70,13 @@ class Tab:
             self.send("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def write(self, selector: str, text: str) -> None:
-        """Replace what a field holds."""
-        self.click(selector)
+        """Replace what a field holds; a page that still builds itself may take a click away."""
+        has_focus = f"document.activeElement == document.querySelector({selector!r})"
+        for _ in range(50):
+            self.click(selector)
+            if self.evaluate(has_focus):
+                break
+            time.sleep(0.1)
         self.evaluate("document.activeElement.select()")
         self.send("Input.insertText", text=text)
 

@@ -82,9 +82,9 @@ def read_asked(
         )
     if "\0" in text or re.search("[\ud800-\udfff]", text):
         raise DemoError("The prompt holds a character that is no text (NUL, or half a character).")
-    if not _is_whole(seed):
+    if not (isinstance(seed, int | float) and _is_whole(seed)):
         raise DemoError(f"Seed: {seed!r:.40} is no whole number.")
-    if not (_is_whole(steps) and 1 <= int(steps) <= MOST_STEPS):
+    if not (isinstance(steps, int | float) and _is_whole(steps) and 1 <= steps <= MOST_STEPS):
         raise DemoError(f"Steps: {steps!r:.40}; allowed are 1 to {MOST_STEPS}.")
     if not (isinstance(share, int | float) and 0 <= share <= 1):
         raise DemoError(f"Hybrid share: {share!r:.40}; allowed are 0 to 1.")
@@ -95,8 +95,8 @@ def read_asked(
     return Asked(text, int(seed), int(steps), round(share * int(steps)), name)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value == int(value)
+def _is_whole(value: float) -> bool:
+    return math.isfinite(value) and value == int(value)
 
 
 def checkpoints(config: Config) -> list[str]:
