@@ -1,0 +1,82 @@
+"""scripts/bench_card.py: what it makes of samples and shares; a run of the tiny world is long."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from g2rpo_ray.config import load_config
+from tests.scripts.loading import SCRIPTS, load_script
+
+RECIPE = SCRIPTS.parent / "configs" / "flux_g2rpo_hps_one_gpu_lora.yaml"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return load_script("bench_card")
+
+
+def test_every_named_process_is_sampled_and_no_other(tmp_path: Path) -> None:
+    code = "import time\nfrom g2rpo_ray.common.logs import log_as\n{}\ntime.sleep(1.3)"
+    paths = [str(SCRIPTS / "watching"), str(SCRIPTS.parent)]
+    environment = os.environ | {
+        "PYTHONPATH": ":".join(paths), "G2RPO_MEMORY_SAMPLES": str(tmp_path)
+    }  # fmt: skip
+    children = {
+        named: subprocess.Popen([sys.executable, "-c", code.format(named)], env=environment)
+        for named in ('log_as("learner", 0)', "")
+    }
+    assert [child.wait(60) for child in children.values()] == [0, 0]
+    pid = children['log_as("learner", 0)'].pid
+    (file,) = tmp_path.iterdir()
+    assert file.name == f"{pid}.csv"
+    tick, role, reserved, allocated, free = file.read_text().splitlines()[-1].split(",")
+    assert (role, free) == ("learner", "-1")
+    assert float(tick) % 0.5 == 0
+    assert abs(time.time() - float(tick)) < 10
+    assert 1e6 < int(reserved) == int(allocated) < 1e9
+
+
+def test_what_no_role_reserves_is_the_rest_of_what_is_taken(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    gib = 2**30
+    for pid, lines in {
+        "7": [(100.0, "rollout", 5 * gib, gib, 26 * gib), (100.5, "rollout", 6 * gib, 0, 25 * gib)],
+        "9": [(100.0, "learner", 3 * gib, gib, 26 * gib)],
+        "8": [(100.5, "driver", gib, gib, -1)],
+    }.items():  # fmt: skip
+        (tmp_path / f"{pid}.csv").write_text("".join(",".join(map(str, x)) + "\n" for x in lines))
+    samples = bench.read_samples(tmp_path)
+    layers = bench.layers_of(samples, 38.0)
+    # The learner was late for the second tick; the driver has nothing on the card.
+    assert layers == {
+        "seconds": [0.0, 0.5], "rollout": [5.0, 6.0], "learner": [3.0, 3.0],
+        bench.CONTEXTS: [4.0, 4.0],
+    }  # fmt: skip
+    picture = bench.draw(layers, {"plan": 12.0, "limit": 38.0})
+    assert picture.count("<polygon") == 3
+    assert "rollout 6.0" in picture
+    assert "limit 38.0" in picture
+
+
+def test_shares_become_those_of_a_card_of_the_limits_size(bench: ModuleType) -> None:
+    config = load_config(RECIPE)
+    smaller = load_config(RECIPE, bench.shares_of(config, 0.25))
+    assert smaller.rollout.gpus_per_worker == 0.105
+    assert smaller.learner.gpus_per_rank == 0.11
+    assert smaller.rewards["hps"].gpus_per_replica == 0.0175
+    assert smaller.prompts.encoder_gpus == 0
+
+
+def test_a_recipe_keeps_the_rewards_that_it_trains_on(bench: ModuleType, tmp_path: Path) -> None:
+    recipe = bench.write_recipe(argparse.Namespace(recipe=RECIPE), tmp_path)
+    written, own = load_config(recipe), load_config(RECIPE)
+    assert list(written.rewards) == ["hps"]
+    assert written.model_copy(update={"rewards": own.rewards}) == own
