@@ -124,7 +124,8 @@ def read_samples(folder: Path) -> list[Sample]:
     for file in sorted(folder.glob("*.csv"), key=lambda path: path.stat().st_mtime_ns):
         for tick, role, *held in csv.reader(file.open()):
             if len(held) == 3:
-                rows.append((float(tick), role, file.stem, [int(h) / measuring.GIB for h in held]))
+                gib = [int(h) / measuring.GIB if int(h) >= 0 else -1.0 for h in held]
+                rows.append((float(tick), role, file.stem, gib))
                 if file.stem not in numbers[role]:
                     numbers[role].append(file.stem)
     first = min((row[0] for row in rows), default=0.0)
@@ -279,9 +280,8 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     overrides += options.overrides
     config = load_config(recipe, overrides)
     print("writing files")
-    build = [sys.executable, str(SCRIPTS / "true_size.py"), recipe.name, "--embedded", *overrides]
-    if options.tiny:
-        build[3:4] = ["--tiny"]
+    how = "--tiny" if options.tiny else "--embedded"
+    build = [sys.executable, str(SCRIPTS / "true_size.py"), how, recipe.name, *overrides]
     # In a process of its own: its context would count.
     subprocess.run(build, cwd=scratch, check=True)
     found: dict[str, Any] = {"recipe": recipe.stem, "overrides": options.overrides}
@@ -300,6 +300,8 @@ def main() -> int:
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
+        # Where the recipe's files are.
+        os.chdir(scratch)
         found = measure(options, Path(scratch))
     measuring.write_json(options.out / "result.json", found)
     print(json.dumps(found, indent=1))

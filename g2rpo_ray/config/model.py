@@ -44,6 +44,11 @@ class ModelSection(Section):
     """With ``lora``: the roles on a card map one copy of the model's own weights. ``auto`` where
     two of them can be on one card; ``true`` everywhere, on each node's CPU as well; ``false``
     never. Where a system does not allow it each role loads its own, and says so."""
+    frozen_dtype: Literal["float8"] | None = None
+    """With ``lora``: how the linear layers of the transformer's blocks are stored; none is
+    ``dtype``. ``float8`` takes half of bfloat16's memory: e4m3 with a scale for each output
+    channel, widened to ``dtype`` for every product, by rollout, learner, evaluation and samples
+    alike. It changes the function that is trained on: docs/plan.md has the price."""
     truncate_timesteps: bool = False
     """Truncate sigma * 1000 to an integer as published code does; diffusers' pipeline does not."""
 
@@ -57,6 +62,11 @@ class ModelSection(Section):
             raise ValueError(
                 "share_frozen is true and lora is not set: weights that are trained cannot be "
                 "shared; set lora, or share_frozen: auto"
+            )
+        if self.frozen_dtype is not None and self.lora is None:
+            raise ValueError(
+                f"frozen_dtype is {self.frozen_dtype} and lora is not set: weights that are "
+                "trained are not kept in 8 bits; set lora, or leave frozen_dtype out"
             )
         return self
 

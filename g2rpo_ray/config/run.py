@@ -109,6 +109,11 @@ class Config(Section):
                 "model.share_frozen is true and learner.zero_stage is 3, which splits the frozen "
                 "weights, too; set zero_stage 1 or 2, or share_frozen: auto"
             )
+        if self.model.frozen_dtype is not None and self.learner.zero_stage == 3:
+            raise ValueError(
+                f"model.frozen_dtype is {self.model.frozen_dtype} and learner.zero_stage is 3, "
+                "which splits weights that are parameters alone; set zero_stage 1 or 2"
+            )
         self._check_pipeline()
         self._check_transport()
         self._check_passes()

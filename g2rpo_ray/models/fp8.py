@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.models.frozen_float8 import FLOAT8, LARGEST
 from g2rpo_ray.models.policy import Policy
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0
-"""Largest finite number of float8 e4m3."""
 FIRST_CAPABILITY = (8, 9)
 """Compute capability from which on cards multiply float8 numbers."""
 

@@ -15,6 +15,7 @@ from g2rpo_ray.common.weight_files import TensorPlace, chosen_files, find_weight
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.families import check_guidance, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
+from g2rpo_ray.models.frozen_float8 import round_blocks
 from g2rpo_ray.models.saving import WEIGHTS_NAME
 from g2rpo_ray.models.tokenizers import load_part_tokenizer
 
@@ -81,13 +82,15 @@ def load_part(
     """Load one model of the folder in ``dtype``, in evaluation mode.
 
     With ``model.random_weights`` transformer and VAE are made on ``device`` from their config.json.
+    With ``model.frozen_dtype`` the transformer is rounded on its way to ``device``.
 
     Raises:
         ModelFolderError: weights are missing, cut short, unexpected, or of other shapes.
     """
     family = open_family(resolve_path(model.path))
     if _is_random(model, part):
-        return _random_network(_class_of(family, part), family.configs[part], dtype, device)
+        network = _random_network(_class_of(family, part), family.configs[part], dtype, device)
+        return _on_device(model, family, part, network, device)
     folder = resolve_path(model.path) / part
     if not is_network(part):
         return load_part_tokenizer(family, folder)
@@ -106,7 +109,15 @@ def load_part(
     with _named_errors(folder, cls.__name__):
         network, info = cls.from_pretrained(folder, **options)
     _check_tensors(folder, cls.__name__, info)
-    return network.eval().requires_grad_(False).to(device)
+    return _on_device(model, family, part, network.eval().requires_grad_(False), device)
+
+
+def _on_device(
+    model: ModelSection, family: Family, part: str, network: Any, device: torch.device | str
+) -> Any:
+    if part == "transformer" and model.frozen_dtype is not None:
+        round_blocks(network, family.blocks, device)
+    return network.to(device)
 
 
 def on_meta(family: Family, part: str) -> Any:

@@ -199,7 +199,8 @@ def _transformer(
     """The whole transformer, and what is left in it of the update from the base model's weights."""
     # First as the run had it, whatever precision the files have.
     if config.model.lora is not None:
-        transformer = load_part(config.model, "transformer", DTYPES[config.model.dtype])
+        base = config.model.model_copy(update={"frozen_dtype": None})
+        transformer = load_part(base, "transformer", DTYPES[config.model.dtype])
         if rounding == "none":
             transformer.float()
         arrived = merge_adapters(transformer, weights, config.model.lora, rounding, config.seed)

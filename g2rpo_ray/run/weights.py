@@ -149,15 +149,17 @@ def load_source(config: Config, checkpoint: str, average: bool = False) -> Sourc
         )
     if average:
         raise SampleError(f"{checkpoint} is no checkpoint of a run; only those hold an average")
-    plain = config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
+    is_whole = path is not None and adapter_at(path) is None
+    changes = {"lora": None} | ({"frozen_dtype": None} if is_whole else {})
+    plain = config.model_copy(update={"model": config.model.model_copy(update=changes)})
     policy = load_policy(plain)
     if path is None:
         return Source(policy, lambda: None)
-    if adapter_at(path) is not None:
+    if not is_whole:
         load_adapter(policy.transformer, path, policy.family)
         return Source(policy, policy.transformer.disable_adapters)
     load_transformer_weights(policy.transformer, path, config.model.variant)
-    return Source(policy, _reload(policy, config))
+    return Source(policy, _reload(policy, plain))
 
 
 def _fitting_weights(config: Config, path: Path, average: bool) -> dict[str, Tensor]:
