@@ -8,7 +8,8 @@ A recipe runs in a process of its own, through the run's own roles: its files ar
 encoders without weights; embeddings are random), an iteration warms up, another is measured, then a
 learner pass and a large matrix product. Members and SDE steps are reduced (``settings.yaml``:
 families); ``key=value`` overrides any setting, ``model.random_weights=true`` writes no weights. A
-recipe that takes too long is ended, and the others go on; ``found/NAME.json`` is written by stages.
+recipe that takes too long is ended, and the others go on; ``found/NAME.json`` is written by stages,
+and what its processes held of the card over time in ``NAME_memory.csv`` and ``.svg``.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 
 import measuring
+import memory_plot
 import rehearse
 import true_size
 from bench_scale import Bench
@@ -150,11 +152,12 @@ def run_together(recipes: list[Path], options: argparse.Namespace, passed: list[
     shutil.rmtree(turns, ignore_errors=True)
     turns.mkdir()
     started_s, running = time.monotonic(), {}
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     # Each of worker and rank of each recipe has so many.
     threads = max(2, (os.cpu_count() or 2) // (2 * len(recipes)))
-    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     for recipe in recipes:
+        shutil.rmtree(samples := options.out / f"{recipe.stem}_samples", ignore_errors=True)
+        environment = measuring.watched(samples)
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
         command = [sys.executable, __file__, *passed, "--one", str(recipe)]
         with (options.out / f"{recipe.stem}.log").open("w") as log:
             running[recipe.stem] = subprocess.Popen(
@@ -217,6 +220,11 @@ def main() -> int:
         content = json.loads(file.read_text()) if file.is_file() else {}
         if "summary" in content:
             rows.append({"recipe": recipe.stem} | content["summary"])
+        if "plan" in content:
+            place, planned = options.out / f"{recipe.stem}_memory", content["plan"]["memory_gib"]
+            held = memory_plot.keep(options.out / f"{recipe.stem}_samples", place, planned, None)
+            print(f"{recipe.stem}: {json.dumps(held)}")
+            measuring.write_json(file, content | {"memory": held})
     if rows:
         # A row a number: recipes are few.
         measuring.print_table(

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import os
 import shutil
 import sys
 import time
@@ -41,6 +42,15 @@ def quickstart(overrides: Sequence[str], rewards: Sequence[str] | None = None) -
     config = load_config(ROOT / "configs" / "quickstart.yaml", list(overrides))
     names = config.rewards if rewards is None else rewards
     return config.model_copy(update={"rewards": {name: config.rewards[name] for name in names}})
+
+
+def watched(samples: Path) -> dict[str, str]:
+    """Environment of a process whose memory, and that of all that it starts, is to be sampled into
+    the folder ``samples`` (``watching/``)."""
+    samples.mkdir(parents=True)
+    paths = [str(ROOT / "scripts" / "watching"), os.environ.get("PYTHONPATH", "")]
+    found = {"G2RPO_MEMORY_SAMPLES": str(samples), "PYTHONPATH": ":".join(filter(None, paths))}
+    return os.environ | found | {"PYTHONUNBUFFERED": "1"}
 
 
 def write_model_folder(folder: Path, tiny: bool) -> Path:

@@ -49,3 +49,5 @@ def run(options: argparse.Namespace) -> None:
     )
     print(f"{exported.form}, made on the CPU, equal to the bit when read back: {options.to}")
     print(f"In {exported.dtype}, compared with the trained weights: {exported.arrived}")
+    if exported.rounded_base:
+        print(exported.rounded_base)

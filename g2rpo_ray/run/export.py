@@ -60,6 +60,8 @@ class Exported:
     form: Form
     dtype: torch.dtype
     arrived: Arrived
+    rounded_base: str = ""
+    """What is to be known where it was trained beside a base in 8 bits; else empty."""
 
 
 def export(
@@ -116,7 +118,7 @@ def export(
         else:
             transformer, arrived = _transformer(config, weights, rounding)
             save_transformer(transformer, temporary, max_shard_size)
-        exported = Exported(form, _dtype(config, rounding), arrived)
+        exported = Exported(form, _dtype(config, rounding), arrived, _rounded_base(config, form))
         # Scores are of the run's own weights, as they were after an iteration.
         own = not average and source.resolve().is_relative_to(run_folder(config).resolve())
         own = own and not (form == "merged" and arrived.is_lost)
@@ -217,6 +219,17 @@ def _transformer(
     return policy.transformer, arrived
 
 
+def _rounded_base(config: Config, form: Form) -> str:
+    model = config.model
+    if model.frozen_dtype is None:
+        return ""
+    place = "merged into" if form == "merged" else "made for"
+    return (
+        f"Trained beside {model.path} in {model.frozen_dtype} (model.frozen_dtype), as the run "
+        f"drew and scored it; {place} the model in {model.dtype}, whose pictures differ slightly."
+    )
+
+
 def _warning(exported: Exported) -> str:
     how = (
         "export the adapter itself (without --merged), which loses nothing; "
@@ -261,6 +274,7 @@ def model_card(
         info=info,
         form=exported.form,
         arrived=exported.arrived,
+        rounded_base=exported.rounded_base,
         modules=info.trained.partition("full, of ")[2],
         dtype=exported.dtype,
         adapter_file=PEFT_FILE if layout == "peft" else ADAPTER_FILE,

@@ -389,3 +389,24 @@ def test_adapters_share_a_card_where_two_roles_fit_on_it(
     assert quickstart("model.lora.rank=2", *settings).shares_frozen is shares
     assert not quickstart("model.lora.rank=2", "model.share_frozen=false", *settings).shares_frozen
     assert not quickstart(*settings).shares_frozen
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "model: frozen_dtype is float8 and lora is not set: weights that are trained"),
+        (
+            ("model.trained_modules=[attn.to_q]",),
+            "model: frozen_dtype is float8 and lora is not set: weights that are trained",
+        ),
+        (
+            ("model.lora.rank=2", "learner.zero_stage=3"),
+            "model.frozen_dtype is float8 and learner.zero_stage is 3, which splits weights",
+        ),
+    ],
+)
+def test_weights_that_are_trained_or_split_are_not_kept_in_8_bits(
+    overrides: tuple[str, ...], said: str
+) -> None:
+    assert said in error_of("model.frozen_dtype=float8", *overrides)
+    assert quickstart("model.lora.rank=2", "model.frozen_dtype=float8").model.lora is not None

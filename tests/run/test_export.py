@@ -450,3 +450,26 @@ def test_checkpoints_of_the_other_kind_do_not_bind(runs: dict[str, Config], tmp_
             export(config, tmp_path / "out", checkpoint=str(copy))
         with pytest.raises(RunFolderError, match=kinds):
             draw(config, str(copy), tmp_path / "pictures")
+
+
+def test_what_was_trained_beside_8_bits_is_exported_for_the_model_itself(
+    runs: dict[str, Config], tmp_path: Path
+) -> None:
+    plain = runs["lora"]
+    model = plain.model.model_copy(update={"frozen_dtype": "float8"})
+    config = plain.model_copy(update={"model": model})
+    layouts: tuple[Layout, ...] = ("diffusers", "merged")
+    for layout in layouts:
+        exported = export(config, tmp_path / layout, layout=layout)
+        export(plain, tmp_path / f"plain_{layout}", layout=layout)
+        files = {path.name for path in (tmp_path / layout).glob("*.safetensors")}
+        assert len(files) == 1
+        weights = [load_file(tmp_path / f"{p}{layout}" / min(files)) for p in ("", "plain_")]
+        assert equal_weights(*weights)
+        assert "in float8 (model.frozen_dtype), as the run drew" in exported.rounded_base
+        assert exported.rounded_base in (tmp_path / layout / "README.md").read_text()
+    assert "float8" not in (tmp_path / "plain_merged" / "README.md").read_text()
+    # Samples have the run's base by default; whole weights of another file are drawn as they are.
+    for checkpoint in ("base", "last", str(tmp_path / "diffusers"), str(tmp_path / "merged")):
+        eight, full = (draw(c, checkpoint, tmp_path / "drawn") for c in (config, plain))
+        assert (checkpoint == str(tmp_path / "merged")) is bool((eight == full).all()), checkpoint

@@ -22,6 +22,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load_script("bench_card")
 
 
+@pytest.fixture
+def plot(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return load_script("memory_plot")
+
+
 def test_every_named_process_is_sampled_and_no_other(tmp_path: Path) -> None:
     code = "import time\nfrom g2rpo_ray.common.logs import log_as\n{}\ntime.sleep(1.3)"
     paths = [str(SCRIPTS / "watching"), str(SCRIPTS.parent)]
@@ -36,34 +42,49 @@ def test_every_named_process_is_sampled_and_no_other(tmp_path: Path) -> None:
     pid = children['log_as("learner", 0)'].pid
     (file,) = tmp_path.iterdir()
     assert file.name == f"{pid}.csv"
-    tick, role, reserved, allocated, free = file.read_text().splitlines()[-1].split(",")
-    assert (role, free) == ("learner", "-1")
+    tick, role, reserved, allocated, free, nvml = file.read_text().splitlines()[-1].split(",")
+    assert (role, free, nvml) == ("learner", "-1", "-1")
     assert float(tick) % 0.5 == 0
     assert abs(time.time() - float(tick)) < 10
     assert 1e6 < int(reserved) == int(allocated) < 1e9
 
 
+@pytest.mark.parametrize(
+    ("nvml", "limit", "whole", "rest"),
+    [
+        (-1, 38.0, 13.0, {"contexts and others": 4.0}),
+        (8 * 2**30, None, 16.0, {"contexts and others": 8.0}),
+        (-1, None, 9.0, {}),
+    ],
+)
 def test_what_no_role_reserves_is_the_rest_of_what_is_taken(
-    bench: ModuleType, tmp_path: Path
+    plot: ModuleType,
+    tmp_path: Path,
+    nvml: int,
+    limit: float | None,
+    whole: float,
+    rest: dict[str, float],
 ) -> None:
     gib = 2**30
     for pid, lines in {
         "7": [(100.0, "rollout", 5 * gib, gib, 26 * gib), (100.5, "rollout", 6 * gib, 0, 25 * gib)],
         "9": [(100.0, "learner", 3 * gib, gib, 26 * gib)],
         "8": [(100.5, "driver", gib, gib, -1)],
-    }.items():  # fmt: skip
-        (tmp_path / f"{pid}.csv").write_text("".join(",".join(map(str, x)) + "\n" for x in lines))
-    samples = bench.read_samples(tmp_path)
-    layers = bench.layers_of(samples, 38.0)
+    }.items():
+        text = "".join(",".join(map(str, (*line, nvml))) + "\n" for line in lines)
+        (tmp_path / f"{pid}.csv").write_text(text)
+    plan = {"rollout worker": {"weights": 9.0, "reserve": 3.0}}
+    found = plot.keep(tmp_path, tmp_path / "memory", plan, limit)
     # The learner was late for the second tick; the driver has nothing on the card.
-    assert layers == {
-        "seconds": [0.0, 0.5], "rollout": [5.0, 6.0], "learner": [3.0, 3.0],
-        bench.CONTEXTS: [4.0, 4.0],
-    }  # fmt: skip
-    picture = bench.draw(layers, {"plan": 12.0, "limit": 38.0})
-    assert picture.count("<polygon") == 3
+    assert found["peak_reserved_gib"] == {"learner": 3.0, "rollout": 6.0} | rest
+    assert found["peak_of_all_gib"] == whole
+    assert found["peak_allocated_gib"] == {"driver": 1.0, "learner": 1.0, "rollout": 1.0}
+    assert found["lines_gib"]["plan, no margin"] == 9.0
+    picture = (tmp_path / "memory.svg").read_text()
+    assert picture.count("<polygon") == 2 + len(rest)
     assert "rollout 6.0" in picture
-    assert "limit 38.0" in picture
+    assert "plan 12.0" in picture
+    assert len((tmp_path / "memory.csv").read_text().splitlines()) == 5
 
 
 def test_shares_become_those_of_a_card_of_the_limits_size(bench: ModuleType) -> None:

@@ -168,11 +168,14 @@ def trained(config: Config, groups: list[ray.ObjectRef], killed: bool = False) -
         remove_placement_group(room)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("stage", "frozen"), [(1, "float8"), pytest.param(2, "null", marks=pytest.mark.long)]
+)
 def test_ranks_map_them_under_deepspeed_and_are_rebuilt_with_their_holder(
-    tmp_path: Path, stage: int
+    tmp_path: Path, stage: int, frozen: str
 ) -> None:
     settings = (*SHARED, "learner.ranks=2", f"learner.zero_stage={stage}")
+    settings = (*settings, f"model.frozen_dtype={frozen}")
     config = tiny_config(tmp_path / "run", *settings)
     groups = [ray.put(group) for group in draw_groups(config, encode(config)[:2])]
     own = trained(tiny_config(tmp_path / "run", *settings, "model.share_frozen=false"), groups)

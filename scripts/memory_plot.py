@@ -1,0 +1,146 @@
+"""What the processes of a run held of their card, from samples (``watching/``): a table, a plot."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import measuring
+
+CONTEXTS = "contexts and others"
+"""What no role's allocator knows of: contexts, libraries' own memory."""
+COLOURS = ("#4878a8", "#d08040", "#58a068", "#b05868", "#8068a8", "#909090", "#c0a040", "#50a0a8")
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 380, 50, 190, 20, 40
+LATE_S = 2.0
+"""A process that was not sampled for so long still holds what it had."""
+
+
+class Sample(NamedTuple):
+    """Of a process; GiB, below 0 where it is not known."""
+
+    second: float
+    role: str
+    reserved: float
+    allocated: float
+    card_free: float
+    by_nvml: float
+
+
+def keep(
+    folder: Path, target: Path, planned: Mapping[str, Mapping[str, float]], limit_gib: float | None
+) -> dict[str, Any]:
+    """Write ``target`` with ``.csv`` and ``.svg``; returns peaks in GiB.
+
+    Args:
+        folder: of samples.
+        planned: by role and part, as of the plan.
+        limit_gib: of the card for all processes, where they were limited.
+    """
+    samples = read_samples(folder)
+    with target.with_suffix(".csv").open("w") as file:
+        writer = csv.writer(file)
+        writer.writerow(Sample._fields)
+        writer.writerows([f if isinstance(f, str) else round(f, 3) for f in one] for one in samples)
+    layers = layers_of(samples, limit_gib)
+    ticks, roles = layers.pop("seconds"), sorted({sample.role for sample in samples})
+    whole = [sum(column) for column in zip(*layers.values(), strict=True)]
+    bare = sum(sum(gib.values()) - gib.get("reserve", 0) for gib in planned.values())
+    lines = {"plan": sum(sum(gib.values()) for gib in planned.values()), "plan, no margin": bare}
+    lines |= {} if limit_gib is None else {"limit": limit_gib}
+    if ticks:
+        target.with_suffix(".svg").write_text(draw(ticks, layers, lines))
+    return {
+        "lines_gib": lines, "peak_of_all_gib": round(max(whole, default=0.0), 2),
+        "peak_reserved_gib": {role: round(max(gib), 2) for role, gib in layers.items()},
+        "peak_allocated_gib": {
+            role: round(max(s.allocated for s in samples if s.role == role), 2) for role in roles
+        },
+        "planned_gib": {role: round(sum(gib.values()), 2) for role, gib in planned.items()},
+    }  # fmt: skip
+
+
+def read_samples(folder: Path) -> list[Sample]:
+    """Of all processes, seconds from the first one; processes of one role are numbered."""
+    rows, pids = [], defaultdict[str, dict[str, None]](dict)
+    for file in sorted(folder.glob("*.csv"), key=lambda path: path.stat().st_mtime_ns):
+        for tick, role, *held in csv.reader(file.open()):
+            if len(held) == 4:  # else it was cut off
+                gib = [int(h) / measuring.GIB if int(h) >= 0 else -1.0 for h in held]
+                rows.append((float(tick), role, file.stem, gib))
+                pids[role][file.stem] = None
+    first = min((row[0] for row in rows), default=0.0)
+
+    def name(role: str, pid: str) -> str:
+        return f"{role} {[*pids[role]].index(pid)}" if len(pids[role]) > 1 else role
+
+    return sorted(Sample(t - first, name(role, pid), *gib) for t, role, pid, gib in rows)
+
+
+def layers_of(samples: Sequence[Sample], limit_gib: float | None) -> dict[str, list[float]]:
+    """By role the GiB reserved at every tick (``seconds``), then what the card holds beyond it: as
+    NVML has it, or what is missing of the limit, if either is known.
+
+    Where a card is used, of processes on it alone; else their host memory.
+    """
+    on_card = any(sample.card_free >= 0 for sample in samples)
+    by_tick: dict[float, dict[str, Sample]] = defaultdict(dict)
+    for sample in samples:
+        if sample.card_free >= 0 or not on_card:
+            by_tick[sample.second][sample.role] = sample
+    ticks = sorted(by_tick)
+    roles = sorted({role for found in by_tick.values() for role in found})
+    layers: dict[str, list[float]] = {"seconds": ticks} | {role: [] for role in roles}
+    rest, last = [], dict[str, Sample]()
+    for tick in ticks:
+        last = {r: s for r, s in last.items() if tick - s.second <= LATE_S} | by_tick[tick]
+        for role in roles:
+            layers[role].append(last[role].reserved if role in last else 0.0)
+        known = sum(sample.reserved for sample in last.values())
+        if on_card and all(sample.by_nvml >= 0 for sample in last.values()):
+            rest.append(max(0.0, sum(sample.by_nvml for sample in last.values()) - known))
+        elif on_card and limit_gib is not None:
+            free = min(sample.card_free for sample in by_tick[tick].values())
+            rest.append(max(0.0, limit_gib - free - known))
+    return layers | ({CONTEXTS: rest} if len(rest) == len(ticks) > 0 else {})
+
+
+def draw(
+    ticks: Sequence[float], layers: Mapping[str, Sequence[float]], lines: Mapping[str, float]
+) -> str:
+    """Stacked areas over the seconds, and horizontal lines by their names, as SVG."""
+    highest = max(*map(sum, zip(*layers.values(), strict=True)), *lines.values())
+    right, low = WIDTH - RIGHT, HEIGHT - BOTTOM
+
+    def x(second: float) -> float:
+        return round(LEFT + (right - LEFT) * second / max(ticks[-1], 1.0), 1)
+
+    def y(gib: float) -> float:
+        return round(low - (low - TOP) * gib / (highest * 1.05), 1)
+
+    def text(left: float, at: float, words: str, anchor: str = "start") -> str:
+        return f'<text x="{left}" y="{at}" text-anchor="{anchor}">{words}</text>'
+
+    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
+    base = [0.0] * len(ticks)
+    for n, (role, gib) in enumerate(layers.items()):
+        top = [b + v for b, v in zip(base, gib, strict=True)]
+        edge = [*zip(ticks, top, strict=True), *reversed([*zip(ticks, base, strict=True)])]
+        colour, beside = COLOURS[n % len(COLOURS)], low - 18 * n
+        shape = " ".join(f"{x(t)},{y(v)}" for t, v in edge)
+        parts.append(f'<polygon points="{shape}" fill="{colour}"/>')
+        square = f'y="{beside - 9}" width="9" height="9" fill="{colour}"'
+        parts.append(f'<rect x="{right + 6}" {square}/>')
+        parts.append(text(right + 20, beside, f"{role} {max(gib):.1f}"))
+        base = top
+    for name, value in lines.items():
+        parts.append(f'<path d="M{LEFT} {y(value)}H{right}" stroke="#333" stroke-dasharray="5 3"/>')
+        parts.append(text(right + 4, y(value) + 4, f"{name} {value:.1f}"))
+    for step in range(6):
+        second, value = ticks[-1] * step / 5, highest * step / 5
+        parts.append(text(x(second), low + 16, f"{second:.0f}", "middle"))
+        parts.append(text(LEFT - 6, y(value) + 4, f"{value:.0f}", "end"))
+    parts.append(text(LEFT, HEIGHT - 6, "seconds; GiB reserved, and the peak of each role"))
+    style = 'font-family="sans-serif" font-size="12"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {style}>'
+    return "\n".join([head, *parts, "</svg>\n"])
