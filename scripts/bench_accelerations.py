@@ -22,9 +22,14 @@ from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, evenly, read_config_prompts
 
 
+FROZEN = "frozen_float8"
+"""The base in 8 bits beside fresh adapters, which change nothing; no acceleration, but as rough."""
+
+
 def main() -> None:
     parser = measuring.make_parser(__doc__, needs_file=True)
     parser.add_argument("--prompts", type=int, default=16, help="held-out prompts to draw")
+    parser.add_argument("--only", action="append", help="a variant; may be given repeatedly (all)")
     options = parser.parse_args()
     exact_config = make_config("exact")
     texts = evenly(read_config_prompts(exact_config, exact_config.prompts.heldout), options.prompts)
@@ -33,7 +38,7 @@ def main() -> None:
     exact, evaluations = advantages(exact_config, prompts)
     print(f"exact: {evaluations} evaluations a prompt")
     results = {}
-    for variant in (name for name in VARIANTS if name != "exact"):
+    for variant in options.only or [*(name for name in VARIANTS if name != "exact"), FROZEN]:
         values, variant_evaluations = advantages(make_config(variant), prompts)
         groups = rank_correlation(exact, values)
         pooled = rank_correlation(exact.flatten(), values.flatten())
@@ -52,7 +57,11 @@ def main() -> None:
 def make_config(variant: str) -> Config:
     """The quickstart's model and rewards at the paper's T, K, G and granularities."""
     settings = ["run_dir=unused", *measuring.settings("accelerations")]
-    settings += [f"rollout.{key}={json.dumps(value)}" for key, value in VARIANTS[variant].items()]
+    if variant == FROZEN:
+        settings += measuring.settings("frozen_float8")
+    else:
+        chosen = VARIANTS[variant].items()
+        settings += [f"rollout.{key}={json.dumps(value)}" for key, value in chosen]
     return measuring.quickstart(settings, ["clip", "hps"])
 
 

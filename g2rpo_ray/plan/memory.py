@@ -71,12 +71,14 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsG
     """A rollout worker: evaluations and decoding take turns, so the larger one counts."""
     width = BYTES[config.model.dtype]
     evaluation = size.evaluation.peak_bytes * config.rollout.planned_batch_size
+    # One weight in 8 bits is widened at a time.
+    evaluation += size.widest_parameters * width
     decode = size.decode.peak_bytes * config.rollout.decode_batch_size
     return _with_reserve(
         costs,
         {
             "transformer": (
-                size.held_parameters * width - _lent_bytes(config, size) + size.buffer_bytes
+                _held_bytes(config, size) - _lent_bytes(config, size) + size.buffer_bytes
             )
             / GIB,
             "VAE": size.vae_parameters * width / GIB,
@@ -95,6 +97,7 @@ def learner_memory(
     """
     settings, width = config.learner, BYTES[config.model.dtype]
     stage, trained, held = settings.zero_stage, size.trained_parameters, size.held_parameters
+    activations = learner_bytes(config) * rows + size.widest_parameters * width
     # Stage 1 reduces at the update alone, and the engine adapters' gradients in every stage.
     gradients = float(trained * width)
     if stage >= 2 and config.model.lora is None:
@@ -106,8 +109,9 @@ def learner_memory(
     bucket *= width
     once = stage < 3 and (stage == 1 or config.model.lora is not None)
     # One after the other: the largest counts.
-    working = max(learner_bytes(config) * rows, bucket * once, on_card * STEP_BYTES)
-    weights = 0.0 if settings.offload_parameters else held * width - _lent_bytes(config, size)
+    working = max(activations, bucket * once, on_card * STEP_BYTES)
+    weights = float(_held_bytes(config, size) - _lent_bytes(config, size))
+    weights *= not settings.offload_parameters
     parts = {
         "weights": weights / (ranks if stage == 3 else 1) / GIB + size.buffer_bytes / GIB,
         "gradients": gradients / GIB,
@@ -167,9 +171,15 @@ def state_bytes(config: Config) -> int:
     return STATE_BYTES + AVERAGE_BYTES * (config.learner.ema_decay is not None)
 
 
+def _held_bytes(config: Config, size: PolicySize) -> int:
+    """Of a role's transformer, adapters included."""
+    width = BYTES[config.model.dtype]
+    return size.trained_parameters * width + size.frozen_bytes(width)
+
+
 def _lent_bytes(config: Config, size: PolicySize) -> int:
     """Of a role's transformer, what it has from its card's holder."""
-    return size.frozen_parameters * BYTES[config.model.dtype] if config.shares_frozen else 0
+    return size.frozen_bytes(BYTES[config.model.dtype]) if config.shares_frozen else 0
 
 
 def _page_locked(blocks: Iterable[float]) -> float:

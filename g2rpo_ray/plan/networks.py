@@ -17,6 +17,7 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import FAMILIES, check_guidance, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
+from g2rpo_ray.models.frozen_float8 import block_linears
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import DTYPES, on_meta
 from g2rpo_ray.models.lora import add_lora, choose_trained
@@ -39,6 +40,12 @@ class PolicySize:
     """Held and not trained: the base of a LoRA run, or what ``trained_modules`` leaves out."""
     buffer_bytes: int
     """Of the transformer's tables, such as places."""
+    rounded_parameters: int
+    """Of those, how many are kept in 8 bits."""
+    rounded_channels: int
+    """Output channels of these weights, which have a scale each."""
+    widest_parameters: int
+    """Of the largest of these weights."""
     vae_parameters: int
     passes: int
     """Of the network, in one evaluation."""
@@ -52,6 +59,11 @@ class PolicySize:
     def learner_tflop(self) -> float:
         """Of one latent's forward pass in the learner, adapters included."""
         return self.evaluation.tflop * self.learner_passes / self.passes
+
+    def frozen_bytes(self, width: int) -> int:
+        """Of the frozen weights, where a number of the run's dtype takes ``width`` bytes."""
+        whole = self.frozen_parameters - self.rounded_parameters + self.rounded_channels
+        return whole * width + self.rounded_parameters
 
     @property
     def held_parameters(self) -> int:
@@ -125,7 +137,7 @@ def planned_family(path: str) -> tuple[Family, str]:
 
 
 READ: dict[str, set[str]] = {
-    "model": {"dtype", "lora", "trained_modules", "gradient_checkpointing"},
+    "model": {"dtype", "frozen_dtype", "lora", "trained_modules", "gradient_checkpointing"},
     "sampling": {"height", "width", "guidance"},
     "prompts": {"max_sequence_length"},
     "learner": {"unguided"},
@@ -153,12 +165,19 @@ def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
     torch.nn.Module.to(vae, dtype)
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     adapters = trained if config.model.lora else 0
+    rounded: list[torch.Tensor] = []
+    if config.model.frozen_dtype is not None:
+        linears = block_linears(on_meta(family, "transformer"), family.blocks)
+        rounded = [linear.weight for *_, linear in linears]
     return PolicySize(
         source=source,
         parameters=count_parameters(policy) - adapters,
         trained_parameters=trained,
         frozen_parameters=count_parameters(policy) - trained,
         buffer_bytes=sum(b.nbytes for b in policy.buffers()),
+        rounded_parameters=sum(weight.numel() for weight in rounded),
+        rounded_channels=sum(len(weight) for weight in rounded),
+        widest_parameters=max((weight.numel() for weight in rounded), default=0),
         vae_parameters=count_parameters(vae),
         passes=family.passes(guidance),
         learner_passes=1 if config.learner.unguided else family.passes(guidance),

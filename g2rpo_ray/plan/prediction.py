@@ -283,6 +283,8 @@ class Predictor:
             "counted": learner.offload_optimizer and "gradients_to_host" not in self.costs.rates,
             "learner.offload_parameters: weights on their way to the card take time that is not "
             "counted": learner.offload_parameters,
+            "model.frozen_dtype: widening the weights for every product takes time that is not "
+            "counted": model.frozen_dtype is not None,
             "model.trained_modules: a learner pass is counted as one of all weights": (
                 model.trained_modules is not None
             ),

@@ -92,6 +92,12 @@ PAPERS = {
         "flow_grpo.shared_initial_noise": False,
     },
 }  # fmt: skip
+REDUCED = {
+    "flux_g2rpo_hps_24gb_lora": {
+        "sampling.height": 512, "sampling.width": 512, "sampling.members": 8,
+    },
+}  # fmt: skip
+"""What a recipe for a small card has instead, and says in its first lines."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -101,7 +107,7 @@ def test_a_recipe_has_the_numbers_of_its_paper(path: Path) -> None:
     if numbers is None:
         assert not path.stem.startswith("flux_")
         return
-    expected = COMMON | numbers
+    expected = COMMON | numbers | REDUCED.get(path.stem, {})
     if config.model.lora is not None:
         # No paper gives a learning rate for adapters.
         expected.pop("learner.learning_rate", None)
