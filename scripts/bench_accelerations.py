@@ -21,7 +21,6 @@ from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, evenly, read_config_prompts
 
-
 FROZEN = "frozen_float8"
 """The base in 8 bits beside fresh adapters, which change nothing; no acceleration, but as rough."""
 

@@ -45,6 +45,13 @@ def keep_to_share(gpus: float) -> None:
         torch.cuda.set_per_process_memory_fraction(gpus)
 
 
+def give_back(gpus: float) -> None:
+    """At the end of a task: a role with a share of a card leaves to the others there what it does
+    not hold any more, and PyTorch would keep for it. A matter of milliseconds."""
+    if 0 < gpus < 1:
+        torch.cuda.empty_cache()
+
+
 def describe_device(gpus: float, setting: str) -> str:
     """For people: where it is computed, and which setting says so."""
     return f"{'GPU' if gpus else 'CPU'} ({setting} is {gpus:g})"

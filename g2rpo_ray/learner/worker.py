@@ -9,7 +9,7 @@ from pathlib import Path
 import ray
 import torch
 
-from g2rpo_ray.common.device import keep_to_share, role_device
+from g2rpo_ray.common.device import give_back, keep_to_share, role_device
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.logs import log_as, log_context, logged
 from g2rpo_ray.config import Config
@@ -26,15 +26,23 @@ from g2rpo_ray.learner.checkpoints.format import (
 from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
 from g2rpo_ray.learner.update import UpdateReport, assign, update_on_groups
+from g2rpo_ray.models.batches import name_memory
 from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.lora import coverage
-from g2rpo_ray.models.policy import load_policy
+from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.weights import PackedWeights, TensorLayout, WeightReceipt, receipt
 from g2rpo_ray.sampling.group import RolloutGroup
 from g2rpo_ray.weight_sync.broadcast import Meeting, WeightGroup, open_store
 from g2rpo_ray.weight_sync.frozen import FrozenParts
 
 logger = logging.getLogger(__name__)
+
+LESS = (
+    "learner.gpus_per_rank gives it more of the card; model.gradient_checkpointing=true, a lower "
+    "model.lora.rank or learner.steps_per_pass, smaller pictures (sampling.height and width) and "
+    "learner.offload_optimizer=true need less"
+)
+"""What to change where a rank's memory ends."""
 
 
 class Learner:
@@ -63,23 +71,32 @@ class Learner:
             join_process_group(
                 self.rank, settings.ranks, address, port, settings.timeout_s, self.device
             )
-            frozen, guided = FrozenParts(self.device), not settings.unguided
-            policy = load_policy(self.config, self.device, guided=guided, load=frozen)
-            if settings.compile:
-                compile_blocks(policy, cache=None)
-            if checkpoint is None:
-                self.engine = LearnerEngine(policy, settings)
-            else:
-                info, state = open_checkpoint(checkpoint)
-                self.engine = LearnerEngine(policy, settings, state, info.updates)
+            frozen = FrozenParts(self.device)
+            with name_memory("a learner rank's weights and optimizer state", LESS):
+                policy = self._load(frozen, checkpoint)
+            give_back(settings.gpus_per_rank)
         return "; ".join(filter(None, [coverage(policy.transformer), frozen.description]))
+
+    def _load(self, frozen: FrozenParts, checkpoint: Path | None) -> Policy:
+        settings = self.config.learner
+        guided = not settings.unguided
+        policy = load_policy(self.config, self.device, guided=guided, load=frozen)
+        if settings.compile:
+            compile_blocks(policy, cache=None)
+        if checkpoint is None:
+            self.engine = LearnerEngine(policy, settings)
+        else:
+            info, state = open_checkpoint(checkpoint)
+            self.engine = LearnerEngine(policy, settings, state, info.updates)
+        return policy
 
     def update(self, groups: list[ray.ObjectRef]) -> UpdateReport:
         """One iteration's update on this rank's share of ``groups``, given in id order."""
         shares = assign(len(groups), self.rank, self.config.learner.ranks)
         with logged("fetching groups"):
             mine: list[RolloutGroup] = ray.get([groups[index] for index, _ in shares])
-        with log_context(iteration=mine[0].iteration), logged("update"):
+        context = log_context(iteration=mine[0].iteration)
+        with context, logged("update"), name_memory("a learner rank's update", LESS):
             report = update_on_groups(
                 self.engine,
                 mine,
@@ -91,6 +108,7 @@ class Learner:
             )
             prompt_ids = [group.prompt.prompt_id for group in mine]
             logger.info("updated the weights", extra={"prompt_ids": prompt_ids})
+        give_back(self.config.learner.gpus_per_rank)
         return report
 
     def export_weights(self, version: int) -> tuple[WeightReceipt | None, PackedWeights | None]:

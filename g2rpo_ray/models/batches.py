@@ -1,7 +1,9 @@
 """Batches that fit into a device's memory, and what is said where they do not."""
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -62,9 +64,15 @@ class BatchSize:
         )
 
 
+FEWER = "take a card with more memory, or fewer roles on one card"
+
+
 @contextmanager
-def name_memory(what: str) -> Iterator[None]:
+def name_memory(what: str, change: str = FEWER) -> Iterator[None]:
     """Say what did not fit where memory ends inside, and no batch is there to be halved.
+
+    Args:
+        change: what to do.
 
     Raises:
         DeviceMemoryError: memory ended.
@@ -73,8 +81,7 @@ def name_memory(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
-            f"{what} do not fit beside what is on the device ({_cause(error)}); take a card with "
-            "more memory, or fewer roles on one card"
+            f"{what}: no room beside what is on the device ({_cause(error)}); {change}"
         ) from error
 
 
@@ -101,4 +108,14 @@ def largest_batch(candidates: tuple[int, ...], run: Callable[[int], object], set
 def _cause(error: torch.OutOfMemoryError) -> str:
     # PyTorch names what was asked for, what is free and which process holds how much; the rest of
     # its message is advice on its allocator.
-    return " ".join(str(error).split("If reserved but")[0].split())
+    words = " ".join(str(error).split("If reserved but")[0].split())
+    return re.sub(r"Process (\d+)(?= has)", _role, words)
+
+
+def _role(process: re.Match[str]) -> str:
+    """As Ray names it, such as ``ray::Learner.update``; a container may not show it."""
+    with suppress(OSError):
+        title = Path(f"/proc/{process[1]}/cmdline").read_text().replace("\0", " ").strip()
+        if title.startswith("ray::"):
+            return f"{title} (process {process[1]})"
+    return process[0]

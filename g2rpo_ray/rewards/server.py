@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from torch import Tensor
 
-from g2rpo_ray.common.device import HIDE_CARDS, role_device
+from g2rpo_ray.common.device import HIDE_CARDS, give_back, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.rewards.registry import make_scorer
@@ -117,6 +117,7 @@ class RewardServer:
             cause = redacted(f"{type(error).__name__}: {error}")
             return ScorerError(f"reward {name!r}: {cause}")
         finally:
+            give_back(self._rewards[name].gpus_per_replica)
             seconds = time.perf_counter() - started_s
             self._busy_s += seconds
         fill = len(pictures) / (len(parts) * size)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.algorithms import Draw, make_algorithm
-from g2rpo_ray.common.device import keep_to_share, role_device
+from g2rpo_ray.common.device import give_back, keep_to_share, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
@@ -100,6 +100,7 @@ class RolloutWorker:
         self.frozen = FrozenParts(self.device)
         self.engine = RolloutEngine(config, self.device, self.frozen)
         self.policy = self.engine.policy
+        give_back(gpus)
         self._courier = ThreadPoolExecutor(1, thread_name_prefix="pictures")
         self.algorithm = make_algorithm(config)
         self._weight_group: WeightGroup | None = None
@@ -176,6 +177,7 @@ class RolloutWorker:
             summary = self._summary(group, sent, scored)
             counts = {"evaluations": summary.evaluations, "pictures": summary.pictures}
             logger.info("drew a group", extra=counts)
+            give_back(config.rollout.gpus_per_worker)
             return summary, group
 
     def _send_finished(
@@ -234,6 +236,7 @@ class RolloutWorker:
         pending = self.scoring.submit(prompt.prompt_id, prompt.text, pictures, self.scoring.names)
         results = self._result(pending)
         scores = {name: values.masked_fill(broken, torch.nan) for name, values in results.items()}
+        give_back(self.config.rollout.gpus_per_worker)
         return HeldoutPictures(
             prompt.prompt_id,
             prompt.text,

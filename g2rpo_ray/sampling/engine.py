@@ -27,6 +27,12 @@ from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.sampler import Sampler
 
+ROOM = (
+    "rollout.gpus_per_worker gives it more of the card; model.frozen_dtype=float8 and "
+    "rollout.fp8=false need less, and so do fewer roles on one card"
+)
+"""What to change where a worker's memory ends."""
+
 
 def schedule_of(sampling: SamplingSection, steps: int, policy: Policy) -> Tensor:
     """The configured schedule ``[steps + 1]``, computed in float32 as diffusers does."""
@@ -58,7 +64,7 @@ class RolloutEngine:
         self._dtype = DTYPES[config.model.dtype]
         if settings.fp8:
             check_float8(device, self._dtype)
-        with name_memory("a rollout worker's networks"):
+        with name_memory("a rollout worker's networks", ROOM):
             self.policy = load_policy(config, device, load=load)
             # A compiled decoder has its weights in another order, and so for itself.
             vae = (load_part if compiled else load)(config.model, "vae", self._dtype, device)
@@ -75,14 +81,16 @@ class RolloutEngine:
             tiled=longer_side > settings.decode_tile_above_px,
             fixed_shapes=compiled,
         )
+        self._batch = BatchSize(settings.planned_batch_size, "rollout.batch_size", warn)
+        evaluators = [Evaluator(p, self._batch, fixed_shapes=compiled) for p in self._policies]
+        self._evaluators, self.exact, self.estimate = evaluators, evaluators[0], evaluators[-1]
         # Only now is everything on the device that a batch has to fit beside.
-        batch = BatchSize(self._batch_size(), "rollout.batch_size", warn)
-        self._evaluators = [Evaluator(p, batch, fixed_shapes=compiled) for p in self._policies]
-        self.exact, self.estimate = self._evaluators[0], self._evaluators[-1]
         if compiled:
             compiled = self._compile()
+        else:
+            self._choose_batch()
         self.description = (
-            f"batches of {batch.rows}, attention {attention or 'as PyTorch chooses'}, "
+            f"batches of {self._batch.rows}, attention {attention or 'as PyTorch chooses'}, "
             f"{'compiled' if compiled else 'not compiled'}, ready after "
             f"{time.perf_counter() - started_s:.0f} s"
         )
@@ -107,15 +115,14 @@ class RolloutEngine:
         if self._twin is not None:
             self._twin.refresh()
 
-    def _batch_size(self) -> int:
-        settings = self.config.rollout
-        if settings.batch_size != "auto" or self.device.type != "cuda":
-            return settings.planned_batch_size
-        return largest_batch(
-            AUTO_BATCH_SIZES,
-            lambda rows: [self._evaluate(policy, rows) for policy in self._policies],
-            "rollout.batch_size",
-        )
+    def _choose_batch(self) -> None:
+        """Where it is ``auto``, by the code that the run will compute with."""
+        if self.config.rollout.batch_size == "auto" and self.device.type == "cuda":
+            self._batch.rows = largest_batch(
+                AUTO_BATCH_SIZES,
+                lambda rows: [self._evaluate(policy, rows) for policy in self._policies],
+                "rollout.batch_size",
+            )
 
     def _compile(self) -> bool:
         """Compile and meet every shape once; whether it worked."""
@@ -139,6 +146,7 @@ class RolloutEngine:
         return True
 
     def _meet_all_shapes(self) -> None:
+        self._choose_batch()
         self._evaluate(self.exact, 1)
         met = 0
         while met != self.batch_size:

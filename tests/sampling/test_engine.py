@@ -135,26 +135,39 @@ def test_networks_that_do_not_fit_are_named(
         raise out_of_memory()
 
     monkeypatch.setattr(f"{ENGINE}.Float8Twin", fail)
-    with pytest.raises(DeviceMemoryError, match=r"networks do not fit .*allocate 2\.00"):
+    with pytest.raises(DeviceMemoryError, match=r"networks: no room .*allocate 2\.00"):
         RolloutEngine(tiny_config(tmp_path, "rollout.fp8=true"), CPU)
 
 
-def test_auto_tries_the_twin_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_tries_the_twin_too_by_the_code_that_the_run_computes_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
     def on_cpu(config: Config, _: torch.device, load: Load) -> Policy:  # noqa: ARG001
         return load_policy(config)
 
     monkeypatch.setattr(f"{ENGINE}.load_policy", on_cpu)
     monkeypatch.setattr(f"{ENGINE}.choose_attention", lambda *_: None)
+    monkeypatch.setattr(f"{ENGINE}.PictureDecoder.decode", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     passes = limit_memory(monkeypatch, exact=8, twin=4)
+    met: list[int] = []
+    monkeypatch.setattr(f"{ENGINE}.compile_blocks", lambda *_, **__: met.append(len(passes)))
 
     def load(*arguments: Any) -> Any:
         return load_part(*arguments[:3])
 
-    overrides = ["rollout.batch_size=auto", "rollout.compile=false", "rollout.fp8=true"]
-    overrides += ["model.dtype=bfloat16"]
-    assert RolloutEngine(tiny_config(tmp_path, *overrides), CARD, load).batch_size == 4
-    assert passes == [(False, 16), (False, 8), (True, 8), (False, 4), (True, 4)]
+    monkeypatch.setattr(f"{ENGINE}.load_part", load)
+    overrides = ["rollout.batch_size=auto", f"rollout.compile={str(compiled).lower()}"]
+    overrides += ["model.dtype=bfloat16", "rollout.fp8=true"]
+    engine = RolloutEngine(tiny_config(tmp_path, *overrides), CARD, load)
+    assert engine.batch_size == 4
+    tried = [(False, 16), (False, 8), (True, 8), (False, 4), (True, 4)]
+    assert passes[:5] == tried
+    # Both policies were compiled before the first one was tried.
+    assert met == [0, 0] * compiled
+    assert passes[5:] == [(False, 1), (False, 4), (True, 4)] * compiled
 
 
 def test_a_card_without_float8_products_is_named(
