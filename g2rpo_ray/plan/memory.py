@@ -5,7 +5,7 @@ not show (CUDA's context, fragments, NCCL) is ``RESERVE_GIB``.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.plan.costs import CardCosts, PassName
@@ -20,6 +20,12 @@ RESERVE_GIB = 3.0
 
 HOLDER_GIB = 1.0
 """The same of a process that only holds frozen weights for others; chosen, not measured."""
+
+CONTEXT_GIB = 0.6
+"""Of a margin, what a process holds also while it has nothing to do; contexts of 0.5 were seen."""
+
+DRAWING, LEARNING = "activations", "activations or AdamW step"
+"""What a role holds only while it works: those that draw and score, and ranks."""
 
 STATE_BYTES = 12
 """Of a trained parameter: fp32 master weight and AdamW's two moments."""
@@ -82,7 +88,7 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsG
             )
             / GIB,
             "VAE": size.vae_parameters * width / GIB,
-            "activations": max(evaluation, decode) / GIB,
+            DRAWING: max(evaluation, decode) / GIB,
         },
     )
 
@@ -117,7 +123,7 @@ def learner_memory(
         "gradients": gradients / GIB,
         "fp32 master, moments": on_card * state_bytes(config) / GIB,
         "bucket": bucket * (not once) / GIB,
-        "activations or AdamW step": working / GIB,
+        LEARNING: working / GIB,
     }
     if stage == 3 and (ranks > 1 or settings.offload_parameters):
         parts["gathered weights"] = min(LIVE_PARAMETERS, held) * width / GIB
@@ -157,8 +163,24 @@ def scorer_memory(reward: RewardSection, size: ScorerSize, costs: CardCosts) -> 
     # Counted in float32.
     activations = size.image.peak_bytes * reward.batch_size * width / BYTES["float32"]
     return _with_reserve(
-        costs, {"weights": size.parameters * width / GIB, "activations": activations / GIB}
+        costs, {"weights": size.parameters * width / GIB, DRAWING: activations / GIB}
     )
+
+
+def card_memory(processes: Sequence[PartsGib], by_turns: bool) -> float:
+    """GiB that a card needs for these processes.
+
+    Args:
+        by_turns: ranks work while all others wait, and who waits has given back what it does not
+            hold (``give_back``): the larger of the two works, beside one margin.
+    """
+    whole = sum(sum(parts.values()) for parts in processes)
+    if not by_turns:
+        return whole
+    drawing = sum(parts.get(DRAWING, 0.0) for parts in processes)
+    learning = sum(parts.get(LEARNING, 0.0) for parts in processes)
+    margins = [max(0.0, parts.get("reserve", 0.0) - CONTEXT_GIB) for parts in processes]
+    return whole - min(drawing, learning) - sum(margins) + max(margins)
 
 
 def scorer_pass_name(kind: str) -> PassName:

@@ -148,6 +148,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory_gib": predictor.memory(plan.shown.ranks),
         "host_memory_of_a_rank_gib": predictor.host_memory(plan.shown.ranks),
         "splits": [_split_json(split) for split in plan.splits],
+        "fullest_card_gib": predictor.fullest_card(plan.shown.workers, plan.shown.ranks)[1],
         "configured": _split_json(plan.configured),
         "recommended": _split_json(plan.recommended) if plan.recommended else None,
     }
@@ -164,6 +165,9 @@ def _memory_lines(plan: Plan) -> list[str]:
     capacity = f"of {costs.memory_gib:g} on a card" if costs.memory_gib else "without its libraries"
     lines = [f"Memory of a process in GiB with {ranks} learner rank(s), {capacity}:"]
     lines += [f"{role:>15}  {_sum_of(gib)}" for role, gib in predictor.memory(ranks).items()]
+    roles, gib = predictor.fullest_card(plan.shown.workers, ranks)
+    if " + " in roles:
+        lines.append(f"The fullest card, {roles}: {gib:.3g}, those that wait having given back")
     if host := predictor.host_memory(ranks):
         lines.append(f"Host memory of a rank beside its process, GiB: {_sum_of(host)}")
     return lines
@@ -188,9 +192,8 @@ def _split_lines(plan: Plan) -> list[str]:
     if plan.recommended is None:
         lines.append("No split fits: see what is missing, and try learner.zero_stage=3,")
         lines.append("model.gradient_checkpointing=true, learner.offload_optimizer=true,")
-        lines.append(
-            "model.trained_modules, model.lora, a smaller rollout.batch_size or more GPUs."
-        )
+        lines.append("model.trained_modules, model.lora with model.share_frozen=auto and")
+        lines.append("model.frozen_dtype=float8, a smaller rollout.batch_size or more GPUs.")
     else:
         lines.append(f"recommended: {plan.recommended.overrides}")
     return lines

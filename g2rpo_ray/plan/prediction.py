@@ -31,6 +31,7 @@ from g2rpo_ray.plan.memory import (
     BYTES,
     LEARNER_FORWARDS,
     PartsGib,
+    card_memory,
     frozen_memory,
     learner_host_memory,
     learner_memory,
@@ -349,17 +350,27 @@ class Predictor:
                 roles.append(FROZEN)
         return cards
 
+    def fullest_card(self, workers: int, ranks: int) -> tuple[str, float]:
+        """Its roles, and the GiB that it needs for them; for a run on CPUs nothing."""
+        return max(self._needs(workers, ranks).items(), key=lambda it: it[1], default=("", 0.0))
+
+    def _needs(self, workers: int, ranks: int) -> dict[str, float]:
+        """Roles on a card -> GiB."""
+        memory, needs = self.memory(ranks), dict[str, float]()
+        # Those that evaluate while the run trains wait for nobody.
+        in_step = self.config.pipeline == "sync" and not self.config.evaluation.workers
+        for roles in self._placed(workers, ranks):
+            known = [memory[role] for role in roles if role in memory]
+            by_turns = in_step and len({*roles} - {FROZEN}) > 1
+            needs[" + ".join(roles)] = card_memory(known, by_turns)
+        return needs
+
     def _missing(self, workers: int, ranks: int) -> dict[str, float]:
         capacity = self.costs.memory_gib
         if capacity is None:
             return {}
-        memory = self.memory(ranks)
-        missing: dict[str, float] = {}
-        for roles in self._placed(workers, ranks):
-            wanted = sum(sum(memory[role].values()) for role in roles if role in memory)
-            if wanted > capacity:
-                missing[" + ".join(roles)] = wanted - capacity
-        return missing
+        needs = self._needs(workers, ranks)
+        return {roles: gib - capacity for roles, gib in needs.items() if gib > capacity}
 
     def _drawing_cards(self, workers: int, ranks: int) -> int:
         placed = self._placed(workers, ranks)

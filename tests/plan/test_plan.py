@@ -12,7 +12,7 @@ from g2rpo_ray.cli import main
 from g2rpo_ray.config import load_config
 from g2rpo_ray.plan.costs import DATA_SHEETS, CardCosts, CostsError, CostTable, load_costs
 from g2rpo_ray.plan.counting import TERA
-from g2rpo_ray.plan.memory import HOLDER_GIB
+from g2rpo_ray.plan.memory import DRAWING, HOLDER_GIB, LEARNING
 from g2rpo_ray.plan.plan import Plan, make_plan
 from g2rpo_ray.plan.prediction import CPU, Predictor
 from g2rpo_ray.rollout.worker import RolloutWorker
@@ -124,12 +124,51 @@ def test_frozen_weights_are_counted_once_a_card() -> None:
     assert sorted(roles.count("frozen weights") for roles in placed) == [0, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "card", "frozen_gib", "needs_gib", "too_small"),
+    [
+        # Frozen weights, contexts and one margin; drawing or learning, whichever takes more.
+        ("flux_g2rpo_hps_40gb_lora", "A100-40", 22.168, 38.0, "RTX5090-32"),
+        ("flux_g2rpo_hps_24gb_lora", "RTX4090-24", 11.152, 22.5, "RTX5090-32"),
+    ],
+)
+def test_a_recipe_for_a_small_card_fits_on_it(
+    recipe: str, card: str, frozen_gib: float, needs_gib: float, too_small: str
+) -> None:
+    config = load_config(PAPER.with_name(f"{recipe}.yaml"))
+    plan = make_plan(config, load_costs(), None, card)
+    assert (plan.cards, plan.configured.missing_gib) == (1, {})
+    memory = plan.predictor.memory(1)
+    assert memory["frozen weights"]["transformer"] == pytest.approx(frozen_gib, abs=1e-2)
+    roles, gib = plan.predictor.fullest_card(1, 1)
+    assert sorted(roles.split(" + ")) == [
+        "frozen weights", "learner rank", "reward hps", "rollout worker"
+    ]  # fmt: skip
+    assert needs_gib - 4 < gib < needs_gib
+    whole = sum(sum(memory[role].values()) for role in roles.split(" + "))
+    working = [memory["learner rank"][LEARNING]]
+    working.append(memory["rollout worker"][DRAWING] + memory["reward hps"][DRAWING])
+    # Four margins of .4 to 2.4 beside contexts, of which the largest stays.
+    assert gib == pytest.approx(whole - min(working) - 2 * 2.4 - 0.4)
+    # Where some evaluate while the others train, nobody waits.
+    aside = config.model_copy(
+        update={"evaluation": config.evaluation.model_copy(update={"workers": 1, "every": 50})}
+    )
+    assert Predictor(aside, load_costs(), card).fullest_card(1, 1)[1] > whole
+    whole_base = config.model_copy(
+        update={"model": config.model.model_copy(update={"frozen_dtype": None})}
+    )
+    missing = make_plan(whole_base, load_costs(), None, too_small).configured.missing_gib
+    assert bool(missing)
+
+
 def test_no_split_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(PAPER), "--gpus", "2", "rollout.gpus_per_worker=0.7"]) == 0
     printed = capsys.readouterr().out
     assert "No split fits" in printed
     assert "learner.offload_optimizer=true" in printed
     assert "model.trained_modules" in printed
+    assert "model.frozen_dtype=float8" in printed
 
 
 def test_an_offloaded_optimizer_fits_where_it_was_measured(
