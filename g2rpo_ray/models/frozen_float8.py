@@ -88,11 +88,13 @@ class FrozenFloat8Linear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = source.in_features, source.out_features
         self.bias = source.bias
+        # First of all, so that it lies in no gap that the rest leaves.
+        bits = torch.empty(source.weight.shape, dtype=torch.uint8, device=device)
         weight = source.weight.detach().to(device)
         largest = weight.abs().amax(dim=1, keepdim=True).float()
         scale = torch.ldexp(torch.ones_like(largest), torch.frexp(largest / LARGEST).exponent)
         rounded = (weight.float() / scale).clamp(-LARGEST, LARGEST).to(FLOAT8)
-        self.register_buffer("bits", rounded.view(torch.uint8))
+        self.register_buffer("bits", bits.copy_(rounded.view(torch.uint8)))
         self.register_buffer("scale", scale.to(weight.dtype))
 
     @property
@@ -116,8 +118,9 @@ def round_blocks(
     """
     for block, name, linear in [*block_linears(network, blocks)]:
         block.set_submodule(name, FrozenFloat8Linear(linear, device))
-        # The list still holds the layer.
-        linear.to_empty(device="meta")
+        # The list still holds the layer, and PyTorch its room on a card, between what stays.
+        del linear.weight
+        torch.cuda.empty_cache()
     return network
 
 

@@ -80,6 +80,7 @@ def test_rollout_and_learner_compute_the_same_bits_in_less_memory(
     learner.train()
     if compiled:
         compile_blocks(rollout, cache=None, trained=False)
+        compile_blocks(learner, cache=None)
     x = torch.randn(2, *rollout.shape.packed, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([1.0, 0.4])
     with torch.no_grad():
