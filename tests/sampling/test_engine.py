@@ -151,8 +151,12 @@ def test_auto_tries_the_twin_too_by_the_code_that_the_run_computes_with(
     monkeypatch.setattr(f"{ENGINE}.choose_attention", lambda *_: None)
     monkeypatch.setattr(f"{ENGINE}.PictureDecoder.decode", lambda *_: None)
     zeros = torch.zeros
+
+    def zeros_on_cpu(*shape: int, device: object = None, **more: Any) -> Tensor:  # noqa: ARG001
+        return zeros(*shape, **more)
+
     # There is no such device here.
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: zeros(*shape))  # noqa: ARG005
+    monkeypatch.setattr(torch, "zeros", zeros_on_cpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     passes = limit_memory(monkeypatch, exact=8, twin=4)
     met: list[int] = []
