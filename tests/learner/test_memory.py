@@ -24,7 +24,7 @@ def test_memory_that_ends_in_an_update_names_what_needs_less(
     learner = Learner(tiny_config(tmp_path, "learner.ranks=1"), 0)
     learner.engine, learner.device = None, torch.device("cpu")  # type: ignore[assignment]
     with pytest.raises(DeviceMemoryError) as caught:
-        learner.update([None])  # type: ignore[list-item]
+        learner.update([None])
     said = str(caught.value)
     assert said.startswith("a learner rank's update: no room beside what is on the device (CUDA")
     assert "Tried to allocate 2.00 GiB" in said
