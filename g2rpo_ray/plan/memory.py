@@ -201,12 +201,6 @@ def _held_bytes(config: Config, size: PolicySize) -> int:
     return size.trained_parameters * width + size.frozen_bytes(width)
 
 
-def _held_bytes(config: Config, size: PolicySize) -> int:
-    """Of a role's transformer, adapters included."""
-    width = BYTES[config.model.dtype]
-    return size.trained_parameters * width + size.frozen_bytes(width)
-
-
 def _lent_bytes(config: Config, size: PolicySize) -> int:
     """Of a role's transformer, what it has from its card's holder."""
     return size.frozen_bytes(BYTES[config.model.dtype]) if config.shares_frozen else 0
