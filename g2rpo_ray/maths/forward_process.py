@@ -11,7 +11,8 @@ def noise_to(x0: Tensor, noise: Tensor, times: Tensor) -> Tensor:
     """``x_t = (1 - t) x_0 + t noise``; its flow's velocity is ``noise - x_0``.
 
     Args:
-        x0, noise: float32 ``[M, tokens, channels]``.
+        x0: float32 ``[M, tokens, channels]``.
+        noise: likewise.
         times: float32 ``[M]``, the noise levels, in (0, 1].
     """
     t = times[:, None, None]
@@ -40,7 +41,9 @@ def implicit_policies_loss(
     squared, by its own mean size without a gradient.
 
     Args:
-        velocity, old_velocity, target: float32 ``[M, tokens, channels]``.
+        velocity: float32 ``[M, tokens, channels]``.
+        old_velocity: likewise.
+        target: likewise.
         times: float32 ``[M]``.
         good: float32 ``[M]``, r in [0, 1].
 
