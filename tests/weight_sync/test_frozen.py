@@ -168,9 +168,8 @@ def trained(config: Config, groups: list[ray.ObjectRef], killed: bool = False) -
         remove_placement_group(room)
 
 
-@pytest.mark.parametrize(
-    ("stage", "frozen"), [(1, "float8"), pytest.param(2, "null", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("stage", "frozen"), [(1, "float8"), (2, "null")])
 def test_ranks_map_them_under_deepspeed_and_are_rebuilt_with_their_holder(
     tmp_path: Path, stage: int, frozen: str
 ) -> None:
