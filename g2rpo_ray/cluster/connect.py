@@ -5,11 +5,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
+import psutil
 import ray
 from ray._common.utils import get_default_ray_temp_dir
 from ray.job_config import JobConfig
@@ -35,6 +37,8 @@ HEAD_TRIES, HEAD_TRY_S = 10, 3.0
 """A head that is just starting gets this many tries."""
 REFUSALS = (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError)
 """What Ray raises where it cannot join a cluster."""
+TOO_LATE = "node timed out during startup"
+"""In what Ray raises where its own processes start slowly."""
 
 
 @contextmanager
@@ -54,17 +58,19 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
     # Of the roles, but not of this process, whose output is for people: so not by logging_config.
     json_logs = JobConfig()
     json_logs.set_py_logging_config(ray.LoggingConfig(encoding="JSON", log_level="INFO"))
+    start = partial(
+        ray.init,
+        address=address,
+        include_dashboard=settings.dashboard if private else None,
+        runtime_env={"env_vars": worker_environment(settings.environment)},
+        job_config=json_logs,
+        logging_level=logging.WARNING,
+        # Every role's output is in its own log file; what matters comes back as an answer.
+        log_to_driver=False,
+        _temp_dir=folder,
+    )
     try:
-        ray.init(
-            address=address,
-            include_dashboard=settings.dashboard if private else None,
-            runtime_env={"env_vars": worker_environment(settings.environment)},
-            job_config=json_logs,
-            logging_level=logging.WARNING,
-            # Every role's output is in its own log file; what matters comes back as an answer.
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+        _start_again_if_late(start) if private else start()
     except Exception as error:
         # Of any class: Ray raises a bare Exception, too.
         if private:
@@ -82,6 +88,21 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
         yield private
     finally:
         ray.shutdown()
+
+
+def _start_again_if_late(start: Callable[[], object]) -> None:
+    """Ray gives its own node 30 s, which no setting changes and a busy machine can miss."""
+    others = set(psutil.Process().children(recursive=True))
+    try:
+        start()
+    except Exception as error:
+        if TOO_LATE not in str(error):
+            raise
+        print("Ray's node needed more than Ray's 30 s, as on a busy machine; once more", flush=True)
+        for process in {*psutil.Process().children(recursive=True)} - others:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        start()
 
 
 def _prepare_machine() -> str | None:

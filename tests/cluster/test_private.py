@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -173,3 +174,24 @@ def test_a_bare_exception_of_rays_start_is_one_message(
         connect.ray_cluster(tiny_config(tmp_path).cluster),
     ):
         pytest.fail("started")
+
+
+def test_a_node_that_is_late_on_a_busy_machine_is_started_once_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left: list[subprocess.Popen] = []
+
+    def start() -> None:
+        if not left:
+            left.append(subprocess.Popen(["sleep", "60"]))
+            raise Exception("The current node timed out during startup.")
+
+    connect._start_again_if_late(start)
+    assert left[0].wait(timeout=10) == -signal.SIGKILL
+    assert "once more" in capsys.readouterr().out
+
+    def broken() -> NoReturn:
+        raise ValueError("another reason")
+
+    with pytest.raises(ValueError, match="another reason"):
+        connect._start_again_if_late(broken)
