@@ -11,21 +11,11 @@ from g2rpo_ray.maths.objective import PolicyHealth, PolicyLoss
 class ForwardTraining(GroupTraining):
     """A position is one noise level of every picture; all members are rows of their own."""
 
-    def _step(self, position: int, members: slice, scale: float) -> Step:
-        group = self._group
-        assert group.times is not None
-        noised, target = group.noised(position)
-        return Step(
-            position=position,
-            sigmas=group.times[position].to(self._device),
-            latents=noised.to(self._device),
-            target=target.to(self._device),
-            old_velocities=group.velocities[position].to(self._device),
-            advantages=self._advantages.values[position].to(self._device),
-            members=members,
-            valid=bool(self._advantages.valid[position]),
-            scale=scale,
-        )
+    def _inputs(self, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._group.times is not None
+        noised, target = self._group.noised(position)
+        times = self._group.times[position]
+        return noised.to(self._device), times.to(self._device), target.to(self._device)
 
     def _loss(
         self,

@@ -109,14 +109,13 @@ class GroupTraining:
     @torch.no_grad()
     def recompute_old_velocities(self) -> None:
         """Take this rank's own velocities for old, in the batches of the passes to come."""
-        steps = self._group.sde_steps
         rows = [rows for part in self._parts for rows, _ in part]
         if self._group.latents.shape[1] == 1:
             rows = rows[:1]
         self._old_velocities = torch.stack(
             [
-                torch.cat([self._velocities([step.latents[r]], [step.sigmas[r]])[0] for r in rows])
-                for step in (self._step(p, slice(0), 0.0) for p in range(len(steps)))
+                torch.cat([self._velocities([x[r]], [sigmas[r]])[0] for r in rows])
+                for x, sigmas in map(self._begin, range(len(self._group.sde_steps)))
             ]
         )
 
@@ -252,19 +251,28 @@ class GroupTraining:
         )
 
     def _step(self, position: int, members: slice, scale: float) -> Step:
-        latents = self._group.latents[position].to(self._device)
-        sigma = self._group.sde_steps[position].sigma
+        latents, sigmas, target = self._inputs(position)
         return Step(
             position=position,
-            sigmas=torch.full((len(latents),), sigma, device=self._device),
+            sigmas=sigmas,
             latents=latents,
-            target=self._group.next_latents(position).to(self._device),
+            target=target,
             old_velocities=self._old_velocities[position].to(self._device),
             advantages=self._advantages.values[position].to(self._device),
             members=members,
             valid=bool(self._advantages.valid[position]),
             scale=scale,
         )
+
+    def _inputs(self, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Latents, sigmas and target of ``Step``, on the device."""
+        return *self._begin(position), self._group.next_latents(position).to(self._device)
+
+    def _begin(self, position: int) -> tuple[Tensor, Tensor]:
+        """x_k and its noise levels, on the device."""
+        latents = self._group.latents[position].to(self._device)
+        sigma = self._group.sde_steps[position].sigma
+        return latents, torch.full((len(latents),), sigma, device=self._device)
 
     def _velocities(self, latents: Sequence[Tensor], sigmas: Sequence[Tensor]) -> list[Tensor]:
         """float32 ``[B_i, tokens, channels]`` of several latents at their own noise levels."""

@@ -66,15 +66,14 @@ def lowered_scales(config: Config, scales: Mapping[str, float], iteration: int) 
     Args:
         scales: the same before it; 1 of rewards not named.
     """
-    means = {
-        name: [mean for n, mean in heldout_means(config, name).items() if n <= iteration]
-        for name in config.rewards
-        if iteration in heldout_means(config, name)
-    }
-    gains = {name: known[-1] - known[0] for name, known in means.items()}
+    guards = {n: g for n, g in config.evaluation.guards.items() if g.then == "lower_weight"}
+    gains = {}
+    for name in config.rewards if guards else ():
+        if iteration in (means := heldout_means(config, name)):
+            gains[name] = means[iteration] - next(iter(means.values()))
     lowered = dict(scales)
-    for name, guard in config.evaluation.guards.items():
-        if guard.then != "lower_weight" or -gains.get(name, 0.0) <= guard.max_drop:
+    for name, guard in guards.items():
+        if -gains.get(name, 0.0) <= guard.max_drop:
             continue
         for other in config.trained_rewards:
             if gains.get(other, 0.0) > 0:

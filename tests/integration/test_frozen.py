@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.command import wait_until
 from tests.integration.test_train import (
     Start,
     assert_same_bits,
     config_of,
     start,
-    trained_iterations,
+    wait_for_an_iteration,
 )
 
 __all__ = ["start"]
@@ -34,10 +33,7 @@ def test_a_run_that_shares_and_loses_its_holder_ends_in_the_same_bits(
     apart, shared = tmp_path / "apart", tmp_path / "shared"
     first = start(config_of(apart, *SETTINGS))
     second = start(config_of(shared, *SETTINGS, "model.share_frozen=true"))
-    wait_until(
-        lambda: trained_iterations(shared) > 0 or second.process.poll() is not None,
-        "the first iteration",
-    )
+    wait_for_an_iteration(shared, second)
     titles = {
         int(process.name): process.joinpath("cmdline").read_bytes()
         for process in second.processes()

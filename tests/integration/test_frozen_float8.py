@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from g2rpo_ray.tracking.metrics import read_metrics
-from tests.integration.command import wait_until
 from tests.integration.test_train import (
     Start,
     assert_same_bits,
     config_of,
     start,
-    trained_iterations,
+    wait_for_an_iteration,
 )
 
 __all__ = ["start"]
@@ -41,10 +40,7 @@ def test_workers_sharing_and_a_stop_change_no_bit(start: Start, tmp_path: Path) 
     assert first["policy/first_max_abs_log_ratio"] == 0
     assert first["policy/grad_norm"] > 0
     interrupted = start(config_of(stopped, *SETTINGS))
-    wait_until(
-        lambda: trained_iterations(stopped) > 0 or interrupted.process.poll() is not None,
-        "the first iteration",
-    )
+    wait_for_an_iteration(stopped, interrupted)
     interrupted.interrupt()
     assert interrupted.wait() in (0, 130), interrupted.text
     resumed = start(config_of(stopped, *SETTINGS), "--resume", "auto")

@@ -112,6 +112,13 @@ def trained_iterations(run_dir: Path) -> int:
     return sum(record["kind"] == "train" for record in read_metrics(run_dir))
 
 
+def wait_for_an_iteration(run_dir: Path, command: Command) -> None:
+    wait_until(
+        lambda: trained_iterations(run_dir) > 0 or command.process.poll() is not None,
+        "the first iteration",
+    )
+
+
 def test_a_run_leaves_what_it_promises(reference: Path) -> None:
     names = {path.name for path in reference.iterdir()}
     assert {
@@ -166,10 +173,7 @@ def test_ctrl_c_saves_leaves_no_process_and_resume_ends_as_if_nothing_had_been(
 ) -> None:
     run_dir = tmp_path / "run"
     stopped = start(config_of(run_dir))
-    wait_until(
-        lambda: trained_iterations(run_dir) > 0 or stopped.process.poll() is not None,
-        "the first iteration",
-    )
+    wait_for_an_iteration(run_dir, stopped)
     # The driver, Ray's own, a worker, a rank, a replica: what must be gone afterwards.
     assert len(stopped.processes()) > 8
     stopped.interrupt()

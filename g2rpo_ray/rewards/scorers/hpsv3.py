@@ -66,6 +66,7 @@ class HpsV3Scorer(RewardScorer):
         self._device, self._dtype = torch.device(device), DTYPES[options.dtype]
         self._model.to(self._device, self._dtype).eval()
         self._model["head"].float()
+        self._question = QUESTION.read_text(encoding="utf-8")
         self._processor: Any = Qwen2VLImageProcessor.from_pretrained(
             resolve_path(options.base), local_files_only=True
         )
@@ -113,7 +114,7 @@ class HpsV3Scorer(RewardScorer):
         return seen.unflatten(0, (len(pictures), -1))
 
     def _asked(self, prompt: str) -> list[int]:
-        question = QUESTION.read_text(encoding="utf-8").replace("{prompt}", prompt)
+        question = self._question.replace("{prompt}", prompt)
         end, reward = self._tokenizer.convert_tokens_to_ids([PICTURE_END, REWARD])
         return [end, *self._encode(question, False), reward]
 

@@ -45,10 +45,8 @@ class UnifiedRewardScorer(JudgeScorer):
 
     def __init__(self, options: Options, device: str) -> None:
         super().__init__(options, device)
-        self.compares_pictures, self._opponents = (
-            options.preset.startswith(PAIRS),
-            options.opponents,
-        )
+        self.compares_pictures = options.preset.startswith(PAIRS)
+        self._opponents = options.opponents
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         import torch
