@@ -90,7 +90,8 @@ class LearnerGroup:
         self.ranks: list[ActorHandle] = []
         self._places: list[Place] = []
         try:
-            self._start()
+            # A node that died a moment ago is still offered by Ray; a rebuild has started them.
+            self._recovering(lambda: None if self.ranks else self._start())
         except BaseException:
             self.close()
             raise

@@ -1,7 +1,9 @@
 """RewardServer: a Ray Serve deployment for each reward with replicas of its own; no HTTP."""
 
 import logging
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +30,11 @@ logger = logging.getLogger(__name__)
 REQUESTS_PER_REPLICA = 32
 AUTOSCALING_INTERVAL_S = 2.0
 LONGEST_PROBE_INTERVAL_S = 10.0
+START_TRIES = 3
+"""A replica whose process or node is lost while it starts is started anew, this often in all."""
 NOBODY_WAITS = "dropped: who asked for these scores has ended"
+_LOST = re.compile(r"\b(ActorDiedError|ActorUnavailableError|NodeDiedError)\b")
+"""Ray's words for a process or node that ended; what the scorer itself raises is not among them."""
 _LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -156,13 +162,7 @@ def reward_servers(
         # Left by a driver that was killed.
         serve.delete(app)
     try:
-        handles = serve.run_many(
-            [
-                serve.RunTarget(_deployment(name, rewards), name=app, route_prefix=None)
-                for name, app in names.items()
-            ],
-            wait_for_applications_running=False,
-        )
+        handles = _deploy(names, rewards)
         if wait:
             wait_for_servers(prefix, rewards, start_timeout_s)
         own = dict(zip(names, handles, strict=True))
@@ -181,6 +181,17 @@ def reward_servers(
 def _applications(prefix: str, rewards: Mapping[str, RewardSection]) -> dict[str, str]:
     """Reward with replicas of its own -> their application."""
     return {name: f"{prefix}-{name}" for name, it in rewards.items() if it.beside is None}
+
+
+def _deploy(
+    names: Mapping[str, str], rewards: Mapping[str, RewardSection]
+) -> list[DeploymentHandle]:
+    """Begin to start rewards, given with their applications; replaces those of that name."""
+    targets = [
+        serve.RunTarget(_deployment(name, rewards), name=app, route_prefix=None)
+        for name, app in names.items()
+    ]
+    return serve.run_many(targets, wait_for_applications_running=False)
 
 
 def _deployment(name: str, rewards: Mapping[str, RewardSection]) -> serve.Application:
@@ -242,11 +253,25 @@ def wait_for_servers(prefix: str, rewards: Mapping[str, RewardSection], timeout_
         ScorerError: a scorer did not start within the time, with Serve's reason.
     """
     apps, deadline = _applications(prefix, rewards), time.monotonic() + timeout_s
+    tries = Counter(apps.keys())
     while True:
-        status = {name: serve.status().applications[app] for name, app in apps.items()}
+        applications = serve.status().applications
+        status = {name: applications[app] for name, app in apps.items()}
         for name, app_status in status.items():
-            if app_status.status == "DEPLOY_FAILED":
-                raise ScorerError(f"reward {name!r} did not start: {_reason(app_status)}")
+            if app_status.status != "DEPLOY_FAILED":
+                continue
+            reason = _reason(app_status)
+            if _LOST.search(reason) is None:
+                raise ScorerError(f"reward {name!r} did not start: {reason}")
+            if tries[name] == START_TRIES:
+                raise ScorerError(
+                    f"reward {name!r} was lost {START_TRIES} times while it started (killed for "
+                    f"its memory? The logs of all roles say more): {reason}"
+                )
+            # A node that died a moment ago is still offered by Ray.
+            logger.warning("reward %r was lost while it started; once more: %s", name, reason)
+            _deploy({name: apps[name]}, rewards)
+            tries[name] += 1
         waiting = [name for name, s in status.items() if s.status != "RUNNING"]
         if not waiting:
             return

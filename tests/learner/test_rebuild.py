@@ -63,6 +63,27 @@ def test_a_damaged_checkpoint_is_named_and_ends_the_start(
     assert f"{file}: damaged" in str(caught.value)
 
 
+def test_a_rank_that_dies_while_it_starts_is_replaced(
+    placement: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Ray places it on a node whose death it has not noticed."""
+    place_of = ranks_module._place_of
+
+    def dies(rank: ray.actor.ActorHandle) -> ray.ObjectRef:
+        monkeypatch.setattr(ranks_module, "_place_of", place_of)
+        ray.kill(rank)
+        return place_of(rank)
+
+    monkeypatch.setattr(ranks_module, "_place_of", dies)
+    told: list[str] = []
+    config = tiny_config(tmp_path / "run", "learner.ranks=1")
+    group = LearnerGroup(config, placement, None, told.append)
+    assert group.rebuilds == 1
+    assert "a rank died during 'placement'" in told[0]
+    assert "parameters in" in group.coverage
+    group.close()
+
+
 def test_a_rank_that_fails_dies_or_does_not_answer_is_named_with_what_it_did(
     placement: PlacementGroup, tmp_path: Path
 ) -> None:

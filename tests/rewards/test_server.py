@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from g2rpo_ray.rewards import client as client_module
 from g2rpo_ray.rewards.client import FIRST_PAUSE_S, InvalidRewardError, RewardClient, SentRequests
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
-from g2rpo_ray.rewards.server import reward_servers
+from g2rpo_ray.rewards.server import START_TRIES, reward_servers
 from tests.integration.command import wait_until
 
 PICTURES = torch.arange(4, dtype=torch.uint8)[:, None, None, None].expand(4, 8, 8, 3) * 60
@@ -359,6 +359,28 @@ def test_a_scorer_that_does_not_start_is_named_with_the_cause(servers: Servers) 
             pytest.fail("the servers were yielded")
     assert "reward 'mine' did not start" in str(caught.value)
     assert f"python scorer '{target}' is no subclass" in str(caught.value)
+
+
+@pytest.mark.parametrize("deaths", [1, START_TRIES])
+def test_a_replica_that_is_lost_while_it_starts_is_started_anew(
+    servers: Servers,  # noqa: ARG001
+    tmp_path: Path,
+    deaths: int,
+) -> None:
+    """As where Ray places it on a node whose death it has not noticed."""
+    log = tmp_path / "starts"
+    options = {
+        "target": "tests.rewards.fakes:DyingScorer",
+        "options": {"log": str(log), "deaths": deaths},
+    }
+    rewards = {"mine": RewardSection(kind="python", options=options, cpus_per_replica=0.1)}
+    lost = pytest.raises(ScorerError, match="'mine' was lost 3 times while it started")
+    with lost if deaths == START_TRIES else nullcontext():  # noqa: SIM117
+        with reward_servers(f"dying{deaths}", rewards, 360, private_cluster=False) as handles:
+            client = RewardClient(handles, rewards, stop_on_invalid=True)
+            scores = client.submit(7, "good", PICTURES, ["mine"]).result()["mine"]
+            assert torch.allclose(scores, BRIGHTNESS)
+    assert len(log.read_text().splitlines()) == min(deaths + 1, START_TRIES)
 
 
 def test_taking_a_run_down_leaves_the_applications_of_others(servers: Servers) -> None:
