@@ -10,8 +10,6 @@ import measuring
 
 CONTEXTS = "contexts and others"
 """What no role's allocator knows of: contexts, libraries' own memory."""
-COLOURS = ("#4878a8", "#d08040", "#58a068", "#b05868", "#8068a8", "#909090", "#c0a040", "#50a0a8")
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 380, 50, 190, 20, 40
 LATE_S = 2.0
 """A process that was not sampled for so long still holds what it had."""
 
@@ -49,7 +47,7 @@ def keep(
     lines = {"plan": sum(sum(gib.values()) for gib in planned.values()), "plan, no margin": bare}
     lines |= {} if limit_gib is None else {"limit": limit_gib}
     if ticks:
-        target.with_suffix(".svg").write_text(draw(ticks, layers, lines))
+        draw(ticks, layers, lines, target.with_suffix(".svg"))
     return {
         "lines_gib": lines, "peak_of_all_gib": round(max(whole, default=0.0), 2),
         "peak_reserved_gib": {role: round(max(gib), 2) for role, gib in layers.items()},
@@ -106,41 +104,24 @@ def layers_of(samples: Sequence[Sample], limit_gib: float | None) -> dict[str, l
 
 
 def draw(
-    ticks: Sequence[float], layers: Mapping[str, Sequence[float]], lines: Mapping[str, float]
-) -> str:
+    ticks: Sequence[float],
+    layers: Mapping[str, Sequence[float]],
+    lines: Mapping[str, float],
+    file: Path,
+) -> None:
     """Stacked areas over the seconds, and horizontal lines by their names, as SVG."""
-    highest = max(*map(sum, zip(*layers.values(), strict=True)), *lines.values())
-    right, low = WIDTH - RIGHT, HEIGHT - BOTTOM
+    import matplotlib
 
-    def x(second: float) -> float:
-        return round(LEFT + (right - LEFT) * second / max(ticks[-1], 1.0), 1)
+    matplotlib.use("svg")
+    from matplotlib import pyplot
 
-    def y(gib: float) -> float:
-        return round(low - (low - TOP) * gib / (highest * 1.05), 1)
-
-    def text(left: float, at: float, words: str, anchor: str = "start") -> str:
-        return f'<text x="{left}" y="{at}" text-anchor="{anchor}">{words}</text>'
-
-    parts = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
-    base = [0.0] * len(ticks)
-    for n, (role, gib) in enumerate(layers.items()):
-        top = [b + v for b, v in zip(base, gib, strict=True)]
-        edge = [*zip(ticks, top, strict=True), *reversed([*zip(ticks, base, strict=True)])]
-        colour, beside = COLOURS[n % len(COLOURS)], low - 18 * n
-        shape = " ".join(f"{x(t)},{y(v)}" for t, v in edge)
-        parts.append(f'<polygon points="{shape}" fill="{colour}"/>')
-        square = f'y="{beside - 9}" width="9" height="9" fill="{colour}"'
-        parts.append(f'<rect x="{right + 6}" {square}/>')
-        parts.append(text(right + 20, beside, f"{role} {max(gib):.1f}"))
-        base = top
+    figure, axis = pyplot.subplots(figsize=(9, 4))
+    labels = [f"{role} {max(gib):.1f}" for role, gib in layers.items()]
+    axis.stackplot(ticks, *layers.values(), labels=labels)
     for name, value in lines.items():
-        parts.append(f'<path d="M{LEFT} {y(value)}H{right}" stroke="#333" stroke-dasharray="5 3"/>')
-        parts.append(text(right + 4, y(value) + 4, f"{name} {value:.1f}"))
-    for step in range(6):
-        second, value = ticks[-1] * step / 5, highest * step / 5
-        parts.append(text(x(second), low + 16, f"{second:.0f}", "middle"))
-        parts.append(text(LEFT - 6, y(value) + 4, f"{value:.0f}", "end"))
-    parts.append(text(LEFT, HEIGHT - 6, "seconds; GiB reserved, and the peak of each role"))
-    style = 'font-family="sans-serif" font-size="12"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" {style}>'
-    return "\n".join([head, *parts, "</svg>\n"])
+        axis.axhline(value, color="#333", linestyle="--", linewidth=1)
+        axis.annotate(f" {name} {value:.1f}", (1, value), xycoords=axis.get_yaxis_transform())
+    axis.set(xlabel="seconds", ylabel="GiB reserved, and the peak of each role")
+    axis.legend(reverse=True, loc="lower left", bbox_to_anchor=(1, 0), frameon=False)
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, bbox_inches="tight")

@@ -81,7 +81,7 @@ def test_what_no_role_reserves_is_the_rest_of_what_is_taken(
     assert found["peak_allocated_gib"] == {"driver": 1.0, "learner": 1.0, "rollout": 1.0}
     assert found["lines_gib"]["plan, no margin"] == 9.0
     picture = (tmp_path / "memory.svg").read_text()
-    assert picture.count("<polygon") == 2 + len(rest)
+    assert picture.count('id="FillBetweenPolyCollection_') == 2 + len(rest)
     assert "rollout 6.0" in picture
     assert "plan 12.0" in picture
     assert len((tmp_path / "memory.csv").read_text().splitlines()) == 5
