@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,6 +133,23 @@ def stop(driver: Driver) -> dict[str, float]:
     driver.process.send_signal(signal.SIGTERM)
     code = driver.process.wait(RECOVERY_LIMIT_S)
     return {"exit_code": code, "seconds": round(time.monotonic() - started_s, 1)}
+
+
+@contextmanager
+def clean_nodes(
+    leaks: dict[str, list[str]], head: Mapping[str, Any] = CPUS, second: Mapping[str, Any] = CPUS
+) -> Iterator[Nodes]:
+    """A cluster, as of ``Nodes``; ``leaks`` gets what is left of it at the end."""
+    before, nodes = shared_memory(), Nodes(head, second)
+    try:
+        yield nodes
+    finally:
+        children = nodes.processes()
+        nodes.cluster.shutdown()
+    _, alive = psutil.wait_procs(children, timeout=120)
+    leaks["processes_after_shutdown"] = [str(process) for process in alive]
+    new = shared_memory() - before
+    leaks["shared_memory"] = sorted(new - held_by_living(new))
 
 
 def left_at_last(nodes: Nodes, address: str) -> dict[str, list[str]]:

@@ -5,7 +5,7 @@ import random
 import signal
 import time
 from collections import Counter, defaultdict
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -21,9 +21,8 @@ from soaking.cluster import (
     TITLES,
     Driver,
     Nodes,
-    held_by_living,
+    clean_nodes,
     left_at_last,
-    shared_memory,
     stop,
     wait_for,
 )
@@ -145,15 +144,11 @@ def groups_of(run_dir: Path, iterations: int, expected: int) -> dict[str, int]:
 
 
 def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
-    started_s = time.monotonic()
-    shared_before = shared_memory()
-    nodes = Nodes()
-    address = nodes.cluster.address
-    soak = Soak(nodes, seed)
-    drivers: list[Driver] = []
-    try:
+    started_s, leaks = time.monotonic(), dict[str, list[str]]()
+    with clean_nodes(leaks) as nodes, ExitStack() as ending:
+        address, soak = nodes.cluster.address, Soak(nodes, seed)
         driver = Driver(folder, soak_config(folder / "disturbed", address, 100_000))
-        drivers.append(driver)
+        ending.callback(driver.kill)
         soak.disturb(count, limit_s, driver)
         disturbed_s = time.monotonic() - started_s
         stopped = stop(driver)
@@ -162,20 +157,11 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
         driver.start(f"iterations={iterations}")
         driver.wait(RECOVERY_LIMIT_S)
         disturbed = json.loads((driver.run_dir / "summary.json").read_text())
-        leaks = left_at_last(nodes, address)
+        leaks |= left_at_last(nodes, address)
         quiet = Driver(folder, soak_config(folder / "quiet", address, iterations))
-        drivers.append(quiet)
+        ending.callback(quiet.kill)
         quiet.wait(RECOVERY_LIMIT_S + 20 * iterations)
         reference = json.loads((quiet.run_dir / "summary.json").read_text())
-    finally:
-        for one in drivers:
-            one.kill()
-        children = nodes.processes()
-        nodes.cluster.shutdown()
-    _, alive = psutil.wait_procs(children, timeout=120)
-    leaks["processes_after_shutdown"] = [str(process) for process in alive]
-    new = shared_memory() - shared_before
-    leaks["shared_memory"] = sorted(new - held_by_living(new))
     result = {
         **soak.report(),
         "checksum_equal": disturbed["weights_checksum"] == reference["weights_checksum"],

@@ -15,8 +15,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import yaml
 import measuring
 from g2rpo_ray.config import Config
 from g2rpo_ray.tracking.metrics import read_metrics
-from soaking.cluster import TITLES, Driver, Nodes, held_by_living, left_at_last, shared_memory, stop
+from soaking.cluster import TITLES, Driver, Nodes, clean_nodes, left_at_last, stop
 from soaking.judge import RANGE, Judge, judging
 from soaking.watch import growth, sample
 
@@ -175,21 +174,6 @@ class Week:
             print(f"iteration {iteration}: lost a {lost}")
 
 
-@contextmanager
-def clean_nodes(leaks: dict[str, list[str]]) -> Iterator[Nodes]:
-    """A cluster; ``leaks`` gets what is left of it at the end."""
-    before, nodes = shared_memory(), Nodes(HEAD, SPOT)
-    try:
-        yield nodes
-    finally:
-        children = nodes.processes()
-        nodes.cluster.shutdown()
-    _, alive = psutil.wait_procs(children, timeout=30)
-    leaks["processes_after_shutdown"] = [str(process) for process in alive]
-    new = shared_memory() - before
-    leaks["shared_memory"] = sorted(new - held_by_living(new))
-
-
 def run_one(name: str, folder: Path, iterations: int, limit_s: float) -> None:
     """One of ``RUNS``, from where it stands; ``<name>.ended.json`` says that it is done."""
     ended, settings = folder / f"{name}.ended.json", folder / f"{name}.yaml"
@@ -202,7 +186,7 @@ def run_one(name: str, folder: Path, iterations: int, limit_s: float) -> None:
         port = int(url.rstrip("/").rpartition(":")[2])
     ledger = Ledger(folder / f"{name}.events.jsonl")
     leaks: dict[str, list[str]] = {}
-    with judging(port) as judge, clean_nodes(leaks) as nodes:
+    with judging(port) as judge, clean_nodes(leaks, HEAD, SPOT) as nodes:
         address = nodes.cluster.address
         driver = Driver(folder, week_config(folder, name, address, judge, iterations))
         ledger.add("begin", driver.iterations())
