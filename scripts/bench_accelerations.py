@@ -10,13 +10,15 @@ Times at true size come from ``bench_rollout.py --variants``.
 
 import json
 
+import numpy as np
 import torch
-from torch import Tensor
 
 import measuring
 from bench_rollout import VARIANTS
 from comparing.runs import local_worker
 from g2rpo_ray.config import Config
+from g2rpo_ray.evaluation.scoring.report import rank_correlation
+from g2rpo_ray.evaluation.statistics import Floats
 from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt, evenly, read_config_prompts
@@ -39,14 +41,14 @@ def main() -> None:
     results = {}
     for variant in options.only or [*(name for name in VARIANTS if name != "exact"), FROZEN]:
         values, variant_evaluations = advantages(make_config(variant), prompts)
-        groups = rank_correlation(exact, values)
+        groups = [rank_correlation(a, b) for a, b in zip(exact, values, strict=True)]
         pooled = rank_correlation(exact.flatten(), values.flatten())
         results[variant] = {
             "evaluations": variant_evaluations,
-            "rank_correlation": round(float(groups.mean()), 4),
-            "lowest_group": round(float(groups.min()), 4),
-            "rank_correlation_pooled": round(float(pooled), 4),
-            "equal_signs": round(float((exact.sign() == values.sign()).float().mean()), 4),
+            "rank_correlation": round(float(np.nanmean(groups)), 4),
+            "lowest_group": round(float(np.nanmin(groups)), 4),
+            "rank_correlation_pooled": round(pooled, 4),
+            "equal_signs": round(float((np.sign(exact) == np.sign(values)).mean()), 4),
         }
         print(variant, json.dumps(results[variant]))
     content = {"prompts": len(prompts), "exact_evaluations": evaluations, "variants": results}
@@ -64,7 +66,7 @@ def make_config(variant: str) -> Config:
     return measuring.quickstart(settings, ["clip", "hps"])
 
 
-def advantages(config: Config, prompts: list[Prompt]) -> tuple[Tensor, int]:
+def advantages(config: Config, prompts: list[Prompt]) -> tuple[Floats, int]:
     """Integrated advantages ``[prompts * K, M]``, and the evaluations of one prompt."""
     worker = local_worker(config)
     values = []
@@ -77,14 +79,7 @@ def advantages(config: Config, prompts: list[Prompt]) -> tuple[Tensor, int]:
             min_spread=config.advantage.min_spread,
         )
         values.append(integrated.values)
-    return torch.cat(values), summary.evaluations
-
-
-def rank_correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Spearman's, along the last dimension."""
-    ranks = [x.argsort(dim=-1).argsort(dim=-1).double() for x in (a, b)]
-    a, b = (x - x.mean(dim=-1, keepdim=True) for x in ranks)
-    return (a * b).sum(dim=-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+    return torch.cat(values).double().numpy(), summary.evaluations
 
 
 if __name__ == "__main__":

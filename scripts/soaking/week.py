@@ -258,9 +258,9 @@ def grew(name: str, early: float, late: float) -> bool:
     return late - early > max(least_mib, MOST_GROWTH * early)
 
 
-def spread(samples: list[dict[str, Any]], rows: int = 8) -> list[dict[str, Any]]:
-    """Some samples, evenly over the run, for a table."""
-    places = {round(i * (len(samples) - 1) / (rows - 1)) for i in range(rows)} if samples else set()
+def spread(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Eight samples, evenly over the run, for a table."""
+    places = {round(i * (len(samples) - 1) / 7) for i in range(8)} if samples else set()
     return [
         {
             "iteration": it["iteration"],
