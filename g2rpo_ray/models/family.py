@@ -14,7 +14,7 @@ from torch import Tensor
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.imports import uncollected
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.latents import LatentShape, unpacked
 
 GuidanceKind = Literal["cfg", "embedded", "none"]
 """``cfg``: a second pass on a negative prompt (classifier-free guidance); ``embedded``: the scale
@@ -72,8 +72,10 @@ class Family(ABC):
     with {} for a block's number, the layers of diffusers that each joins, in order."""
     in_sd_scripts: ClassVar[bool] = False
     """Whether kohya's sd-scripts trains and merges adapters of the family."""
-    multiple_of: ClassVar[int]
+    multiple_of: ClassVar[int] = 16
     """Pixels: a picture's height and width are multiples of it."""
+    token_side: ClassVar[int] = 2
+    """A token here is so many latents high and wide; the VAE shrinks pictures by 8."""
     published: ClassVar[Mapping[str, Published]]
     """See ``read_published``."""
     scheduler: ClassVar[str] = "FlowMatchEulerDiscreteScheduler"
@@ -158,17 +160,20 @@ class Family(ABC):
         """Why the parts of ``folder`` do not fit each other or cannot be trained, if so."""
         return None
 
-    def channels_problem(
-        self, folder: Path, taken: int, predicted: int, latent: int, packed: int
-    ) -> str | None:
-        """Why a transformer cannot be trained on a VAE's latents, if it cannot.
+    @property
+    def vae_channels(self) -> int:
+        """Of a latent; what a file leaves out has diffusers' default."""
+        return self.configs["vae"].get("latent_channels", 4)
+
+    def channels_problem(self, folder: Path, taken: int, predicted: int) -> str | None:
+        """Why a transformer cannot be trained on the VAE's latents, if it cannot.
 
         Args:
             taken: channels of a token that the transformer takes.
             predicted: and that it predicts.
-            latent: channels of the VAE's latents.
-            packed: channels of a token of them.
         """
+        latent = self.vae_channels
+        packed = self.token_side**2 * latent
         if taken == predicted == packed:
             return None
         packing = f", packed {packed // latent} x {latent} = {packed}" if packed != latent else ""
@@ -179,7 +184,6 @@ class Family(ABC):
             "(Fill, Control) or another model's VAE cannot be trained here"
         )
 
-    @abstractmethod
     def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
         """Of a picture, or of a video's frames, by their size in pixels.
 
@@ -189,10 +193,17 @@ class Family(ABC):
         Raises:
             ModelFolderError: the model has no pictures of such a size.
         """
+        side = self.token_side
+        channels = side**2 * self.vae_channels
+        return LatentShape(height // (8 * side), width // (8 * side), channels, frames)
 
-    @abstractmethod
     def schedule(self, steps: int, latents: LatentShape) -> Tensor:
         """float32 ``[steps + 1]`` from 1 to 0: sigmas as the folder's own scheduler has them."""
+        return self.own_schedule(steps, tokens=self.tokens(latents))
+
+    def tokens(self, latents: LatentShape) -> int:
+        """In which the network takes a picture: each is 2 x 2 latents."""
+        return latents.packed[0] * self.token_side**2 // 4
 
     def own_schedule(
         self, steps: int, *, tokens: int = 0, mu: float | None = None, even: bool = True
@@ -272,9 +283,11 @@ class Family(ABC):
         ``opposite``, in one batch where their shapes allow it.
         """
 
-    @abstractmethod
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
         """float32 ``[B, tokens, channels]`` to pictures ``[B, 3, (frames,) H, W]`` in -1 to 1."""
+        x = unpacked(x, latents, self.token_side) / vae.config.scaling_factor
+        x = (x + vae.config.shift_factor).to(vae.dtype)
+        return vae.decode(x.contiguous(memory_format=torch.channels_last), return_dict=False)[0]
 
     def is_modulation(self, name: str) -> bool:  # noqa: ARG002
         """Whether a block's linear layer runs once a sample, not once a token: float8 spares it."""

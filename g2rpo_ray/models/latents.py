@@ -24,7 +24,8 @@ class LatentShape:
         return self.frames * self.height * self.width, self.channels
 
 
-def unpacked(x: Tensor, latents: LatentShape) -> Tensor:
-    """``[B, tokens, 4 C]``, a token for each 2 x 2 latents, to the VAE's ``[B, C, 2 h, 2 w]``."""
-    tokens = x.unflatten(1, (latents.height, latents.width)).unflatten(3, (-1, 2, 2))
+def unpacked(x: Tensor, latents: LatentShape, side: int) -> Tensor:
+    """``[B, tokens, side * side * C]``, a token for each ``side`` x ``side`` latents, to the VAE's
+    ``[B, C, side * h, side * w]``."""
+    tokens = x.unflatten(1, (latents.height, latents.width)).unflatten(3, (-1, side, side))
     return tokens.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)

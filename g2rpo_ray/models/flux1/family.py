@@ -9,7 +9,7 @@ from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family, GuidanceKind, of_qkv, read_published
-from g2rpo_ray.models.latents import LatentShape, unpacked
+from g2rpo_ray.models.latents import LatentShape
 
 
 class Flux1(Family):
@@ -52,25 +52,17 @@ class Flux1(Family):
         "single_blocks.{}.modulation.lin": ("single_transformer_blocks.{}.norm.linear",),
     }
     in_sd_scripts = True
-    multiple_of = 16
     published: ClassVar = read_published(__file__)
 
     def problem(self, folder: Path) -> str | None:
-        # What a file leaves out has diffusers' default.
-        network, latent = self.configs["transformer"], self._vae_channels
+        network = self.configs["transformer"]
         taken = network.get("in_channels", 64)
         predicted = taken if network.get("out_channels") is None else network["out_channels"]
-        return self.channels_problem(folder, taken, predicted, latent, 4 * latent)
+        return self.channels_problem(folder, taken, predicted)
 
     @property
     def guidance_kind(self) -> GuidanceKind:
         return "embedded" if self.configs["transformer"].get("guidance_embeds") else "none"
-
-    def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
-        return LatentShape(height // 16, width // 16, 4 * self._vae_channels, frames)
-
-    def schedule(self, steps: int, latents: LatentShape) -> Tensor:
-        return self.own_schedule(steps, tokens=latents.packed[0])
 
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
         t5, pooled, _ = pipeline.encode_prompt(text, None, max_sequence_length=length)
@@ -109,11 +101,6 @@ class Flux1(Family):
         )[0]
         return velocity.to(x.dtype)
 
-    def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
-        x = unpacked(x, latents) / vae.config.scaling_factor + vae.config.shift_factor
-        x = x.to(vae.dtype).contiguous(memory_format=torch.channels_last)
-        return vae.decode(x, return_dict=False)[0]
-
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")
 
@@ -122,10 +109,6 @@ class Flux1(Family):
         from g2rpo_ray.models.flux1.fused import fuse_elementwise
 
         fuse_elementwise(transformer)
-
-    @property
-    def _vae_channels(self) -> int:
-        return self.configs["vae"].get("latent_channels", 4)
 
 
 # Ids are cached, and are no buffers: a cast of the module to bfloat16 must not round positions.

@@ -46,21 +46,17 @@ class Flux2(Family):
         "single_blocks.{}.linear1": ("single_transformer_blocks.{}.attn.to_qkv_mlp_proj",),
         "single_blocks.{}.linear2": ("single_transformer_blocks.{}.attn.to_out",),
     }
-    multiple_of = 16
     published: ClassVar = {"FLUX.2-dev": PUBLISHED["FLUX.2-dev"]}
 
     def problem(self, folder: Path) -> str | None:
-        network, latent = self.configs["transformer"], self._vae_channels
+        network = self.configs["transformer"]
         taken = network.get("in_channels", 128)
         predicted = network.get("out_channels") or taken
-        return self.channels_problem(folder, taken, predicted, latent, 4 * latent)
+        return self.channels_problem(folder, taken, predicted)
 
     @property
     def guidance_kind(self) -> GuidanceKind:
         return "embedded"
-
-    def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
-        return LatentShape(height // 16, width // 16, 4 * self._vae_channels, frames)
 
     def schedule(self, steps: int, latents: LatentShape) -> Tensor:
         from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
@@ -112,11 +108,11 @@ class Flux2(Family):
 
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
         deviation = (vae.bn.running_var + vae.config.batch_norm_eps).sqrt()
-        x = unpacked(x * deviation + vae.bn.running_mean, latents).to(vae.dtype)
+        x = unpacked(x * deviation + vae.bn.running_mean, latents, self.token_side).to(vae.dtype)
         return vae.decode(x.contiguous(memory_format=torch.channels_last), return_dict=False)[0]
 
     @property
-    def _vae_channels(self) -> int:
+    def vae_channels(self) -> int:
         return self.configs["vae"].get("latent_channels", 32)
 
 

@@ -38,7 +38,6 @@ class QwenImage(Family):
         f"transformer_blocks.{{}}.{layer}": (f"transformer_blocks.{{}}.{layer}",)
         for layer in (*lora_targets, "img_mod.1", "txt_mod.1")
     }
-    multiple_of = 16
     published: ClassVar = read_published(__file__)
 
     def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:
@@ -46,20 +45,14 @@ class QwenImage(Family):
         return {"true_cfg_scale": arguments.pop("guidance_scale")} | arguments
 
     def problem(self, folder: Path) -> str | None:
-        network, latent = self.configs["transformer"], self._vae_channels
+        network = self.configs["transformer"]
         taken, patch = network.get("in_channels", 64), network.get("patch_size", 2)
         predicted = (network.get("out_channels", 16) or taken) * patch**2
-        return self.channels_problem(folder, taken, predicted, latent, 4 * latent)
+        return self.channels_problem(folder, taken, predicted)
 
     @property
     def guidance_kind(self) -> GuidanceKind:
         return "cfg"
-
-    def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
-        return LatentShape(height // 16, width // 16, 4 * self._vae_channels, frames)
-
-    def schedule(self, steps: int, latents: LatentShape) -> Tensor:
-        return self.own_schedule(steps, tokens=latents.packed[0])
 
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
         embeds = pipeline.encode_prompt(text, max_sequence_length=length)[0][0]
@@ -111,12 +104,12 @@ class QwenImage(Family):
             torch.tensor(values, device=x.device)[:, None, None]
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        x = (unpacked(x, latents) * deviation + mean).to(vae.dtype)
+        x = (unpacked(x, latents, self.token_side) * deviation + mean).to(vae.dtype)
         return vae.decode(x[:, :, None], return_dict=False)[0][:, :, 0]
 
     def is_modulation(self, name: str) -> bool:
         return name in ("img_mod.1", "txt_mod.1")
 
     @property
-    def _vae_channels(self) -> int:
+    def vae_channels(self) -> int:
         return self.configs["vae"].get("z_dim", 16)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family, GuidanceKind, ModelFolderError, of_qkv, read_published
-from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.latents import LatentShape, unpacked
 
 CLIP_TOKENS = 77
 """Of the CLIP encoders, before those of T5."""
@@ -48,7 +48,7 @@ class Sd3(Family):
         "joint_blocks.{}.context_block.mlp.fc2": ("transformer_blocks.{}.ff_context.net.2",),
     }
     in_sd_scripts = True
-    multiple_of = 16
+    token_side = 1
     published: ClassVar = read_published(__file__)
 
     @property
@@ -56,10 +56,9 @@ class Sd3(Family):
         return "cfg"
 
     def problem(self, folder: Path) -> str | None:
-        # What a file leaves out has diffusers' default.
-        network, latent = self.configs["transformer"], self._channels
+        network = self.configs["transformer"]
         taken, predicted = network.get("in_channels", 16), network.get("out_channels", 16)
-        return self.channels_problem(folder, taken, predicted or taken, latent, latent)
+        return self.channels_problem(folder, taken, predicted or taken)
 
     def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
         largest = 16 * self.configs["transformer"].get("pos_embed_max_size", 96)
@@ -68,10 +67,10 @@ class Sd3(Family):
                 f"{width}x{height} pixels: this {self.pipeline} knows places up to {largest} "
                 "pixels a side (pos_embed_max_size of transformer/config.json)"
             )
-        return LatentShape(height // 8, width // 8, self._channels, frames)
+        return super().latents(height, width, frames)
 
     def schedule(self, steps: int, latents: LatentShape) -> Tensor:
-        return self.own_schedule(steps, tokens=latents.packed[0] // 4, even=False)
+        return self.own_schedule(steps, tokens=self.tokens(latents), even=False)
 
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
         joint, _, pooled, _ = pipeline.encode_prompt(
@@ -101,7 +100,7 @@ class Sd3(Family):
         texts = [conditioning.opposite, conditioning] if guided else [conditioning]
         batch, passes = len(x), len(texts)
         velocity: Tensor = transformer(
-            hidden_states=self._unpacked(x, latents)
+            hidden_states=unpacked(x, latents, self.token_side)
             .to(texts[0]["joint"].dtype)
             .repeat(passes, 1, 1, 1),
             # Not cast, as in diffusers' pipeline: the network's embedding is in float32.
@@ -116,19 +115,5 @@ class Sd3(Family):
         negative, positive = velocity.chunk(2)
         return self.guided(positive, negative, guidance)
 
-    def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
-        unpacked = self._unpacked(x, latents) / vae.config.scaling_factor + vae.config.shift_factor
-        unpacked = unpacked.to(vae.dtype).contiguous(memory_format=torch.channels_last)
-        return vae.decode(unpacked, return_dict=False)[0]
-
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")
-
-    @property
-    def _channels(self) -> int:
-        return self.configs["vae"].get("latent_channels", 4)
-
-    @staticmethod
-    def _unpacked(x: Tensor, latents: LatentShape) -> Tensor:
-        """``[B, tokens, channels]`` to ``[B, channels, height, width]``."""
-        return x.transpose(1, 2).unflatten(2, (latents.height, latents.width))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family, GuidanceKind, of_qkv, read_published
-from g2rpo_ray.models.latents import LatentShape
+from g2rpo_ray.models.latents import LatentShape, unpacked
 
 
 class ZImage(Family):
@@ -42,23 +42,17 @@ class ZImage(Family):
             "feed_forward.w3": ("feed_forward.w3",),
         }.items()
     }
-    multiple_of = 16
+    token_side = 1
     unguided = 0.0
     published: ClassVar = read_published(__file__)
 
     def problem(self, folder: Path) -> str | None:
-        taken, latent = self.configs["transformer"].get("in_channels", 16), self._vae_channels
-        return self.channels_problem(folder, taken, taken, latent, latent)
+        taken = self.configs["transformer"].get("in_channels", 16)
+        return self.channels_problem(folder, taken, taken)
 
     @property
     def guidance_kind(self) -> GuidanceKind:
         return "cfg"
-
-    def latents(self, height: int, width: int, frames: int = 1) -> LatentShape:
-        return LatentShape(height // 8, width // 8, self._vae_channels, frames)
-
-    def schedule(self, steps: int, latents: LatentShape) -> Tensor:
-        return self.own_schedule(steps, tokens=latents.packed[0] // 4)
 
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
         embeds, _ = pipeline.encode_prompt(
@@ -85,8 +79,7 @@ class ZImage(Family):
         texts = [text] * len(x)
         if passes == 2:
             texts += [conditioning.opposite["text"]] * len(x)
-        pictures = x.to(text.dtype).transpose(1, 2)
-        pictures = pictures.unflatten(2, (1, latents.height, latents.width))
+        pictures = unpacked(x.to(text.dtype), latents, self.token_side)[:, :, None]
         answers = transformer(
             list(pictures.repeat(passes, 1, 1, 1, 1)),
             # Not cast, as in the pipeline: the network's embedding is in float32.
@@ -110,14 +103,5 @@ class ZImage(Family):
         most, length = (v.flatten(1).norm(dim=1)[:, None, None] for v in (positive, guided))
         return guided * (float(factor) * most / length).clamp(max=1)
 
-    def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
-        x = x.transpose(1, 2).unflatten(2, (latents.height, latents.width))
-        x = (x / vae.config.scaling_factor + vae.config.shift_factor).to(vae.dtype)
-        return vae.decode(x.contiguous(memory_format=torch.channels_last), return_dict=False)[0]
-
     def is_modulation(self, name: str) -> bool:
         return name.startswith("adaLN_modulation")
-
-    @property
-    def _vae_channels(self) -> int:
-        return self.configs["vae"].get("latent_channels", 4)
