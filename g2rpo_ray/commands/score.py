@@ -48,18 +48,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from g2rpo_ray.config.scoring import load_scoring
-    from g2rpo_ray.evaluation.scoring.score import ScoreOptions, score
+    from g2rpo_ray.evaluation.scoring.score import score
 
     names = [name for names in options.reward for name in names.split(",")]
     config = load_scoring(options.config, names, options.overrides)
-    asked = ScoreOptions(
-        pictures=options.pictures,
-        prompts=options.prompts,
-        folder=options.out,
-        thresholds=options.threshold,
-        on_ray=options.ray,
-    )
-    print(f"\n{score(config, asked)}\n{options.out / 'scores.parquet'}")
+    out = options.out
+    report = score(config, options.pictures, options.prompts, out, options.threshold, options.ray)
+    print(f"\n{report}\n{out / 'scores.parquet'}")
 
 
 def _threshold(text: str) -> tuple[str, float]:

@@ -120,6 +120,16 @@ def _free(path: Path) -> int:
     return shutil.disk_usage(there).free
 
 
+def whole_lines(path: Path) -> list[bytes]:
+    """Lines of a file that a killed command goes on in, where there is one; of half a line at its
+    end, or half a character, the file is rid."""
+    content = path.read_bytes() if path.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        os.truncate(path, len(whole))
+    return whole.split(b"\n")[:-1]
+
+
 def read_json_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     """Content of a JSON file that holds an object.
 

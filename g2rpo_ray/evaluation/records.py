@@ -6,7 +6,6 @@ prompt), ``pictures/<row>/``, and at the end ``scores.parquet``, ``table.parquet
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from g2rpo_ray.common.files import replace_text, replacing, writing
+from g2rpo_ray.common.files import replace_text, replacing, whole_lines, writing
 from g2rpo_ray.evaluation.rows import EvaluationError, Row
 from g2rpo_ray.evaluation.statistics import Floats
 from g2rpo_ray.rollout.answers import HeldoutPictures
@@ -105,7 +104,10 @@ class Records:
                 with replacing(path) as temporary:
                     Image.fromarray(picture.numpy()).save(temporary, "PNG")
                 files.append(str(path.relative_to(self.folder)))
-            scores = {name: _plain(values.numpy()) for name, values in result.scores.items()}
+            scores = {
+                name: [float(value) if np.isfinite(value) else None for value in values.numpy()]
+                for name, values in result.scores.items()
+            }
             record = Record(row, result.prompt_id, result.prompt, files, scores)
             with writing(self._log), self._log.open("a", encoding="utf-8") as log:
                 log.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
@@ -130,12 +132,9 @@ class Records:
             for _, record in sorted(self.of_row(row.name).items())
             for number, file in enumerate(record.files)
         ]  # fmt: skip
+        texts = ("row", "weights", "prompt", "category", "file")
         path = self.folder / "scores.parquet"
-        texts, counts = (
-            ("row", "weights", "prompt", "category", "file"),
-            ("steps", "prompt_id", "picture"),
-        )
-        write_rows(path, lines, texts, counts)
+        write_rows(path, lines, texts, counts=("steps", "prompt_id", "picture"))
         return path
 
     def _is_whole(self, record: Record) -> bool:
@@ -167,14 +166,7 @@ class Records:
         replace_text(path, json.dumps(request | {"rows": rows}, indent=1, ensure_ascii=False))
 
     def _read(self) -> Iterator[Record]:
-        if not self._log.exists():
-            return
-        content = self._log.read_bytes()
-        # A killed evaluation may leave half a line, or half a character: it is drawn again.
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            os.truncate(self._log, len(whole))
-        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
+        for number, line in enumerate(whole_lines(self._log), start=1):
             try:
                 yield Record(**json.loads(line.decode("utf-8")))
             except (ValueError, TypeError) as error:
@@ -192,7 +184,3 @@ def write_rows(
     schema = pa.schema([(name, types.get(name, pa.float64())) for name in rows[0]])
     with replacing(path) as temporary:
         pq.write_table(pa.Table.from_pylist(rows, schema), temporary)
-
-
-def _plain(values: np.ndarray) -> list[float | None]:
-    return [float(value) if np.isfinite(value) else None for value in values]

@@ -24,7 +24,7 @@ from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config.scoring import load_scoring
 from g2rpo_ray.evaluation.scoring import score as score_module
 from g2rpo_ray.evaluation.scoring.report import Threshold, rank_correlation, rank_correlation_within
-from g2rpo_ray.evaluation.scoring.score import ScoreOptions, score
+from g2rpo_ray.evaluation.scoring.score import score
 from g2rpo_ray.rewards.registry import make_scorer
 
 SCORERS = "tests.evaluation.scorers"
@@ -63,8 +63,7 @@ def run(
     thresholds: Sequence[Threshold] = (),
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """Rows of scores.parquet by picture, and the report; no row may be doubled."""
-    options = ScoreOptions(pictures, prompts, out, thresholds)
-    report = score(load_scoring(None, [], settings), options)
+    report = score(load_scoring(None, [], settings), pictures, prompts, out, thresholds)
     return rows_of(out), report
 
 

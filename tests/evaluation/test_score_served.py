@@ -7,7 +7,7 @@ import pytest
 
 from g2rpo_ray.config.scoring import load_scoring
 from g2rpo_ray.evaluation.scoring import judges
-from g2rpo_ray.evaluation.scoring.score import ScoreOptions, score
+from g2rpo_ray.evaluation.scoring.score import score
 from tests.evaluation.test_score import folder_of, lines_file, overrides, rows_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -28,9 +28,9 @@ def test_served_and_in_process_give_the_same(
     config = load_scoring(None, [], settings)
     found = {}
     for on_ray in (False, True):
-        options = ScoreOptions(folder, prompts, tmp_path / f"out{on_ray}", on_ray=on_ray)
-        assert "| bright | 6 | 6 |" in score(config, options)
-        found[on_ray] = rows_of(options.folder)
+        out = tmp_path / f"out{on_ray}"
+        assert "| bright | 6 | 6 |" in score(config, folder, prompts, out, on_ray=on_ray)
+        found[on_ray] = rows_of(out)
     for name in names:
         here, served = found[False][name], found[True][name]
         assert (here["bright"], here["group"], here["ocr"]) == (

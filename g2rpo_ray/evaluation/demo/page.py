@@ -76,9 +76,13 @@ def launch(page: Any, host: str, port: int, login: tuple[str, str] | None) -> No
     Raises:
         DemoError: another process took the port meanwhile.
     """
+    import gradio as gr
+
+    # Gradio's own theme fetches its fonts from another host.
+    theme = gr.themes.Default(font=("system-ui", "sans-serif"), font_mono=("monospace",))
     try:
         page.launch(
-            server_name=host, server_port=port, auth=login, share=False, quiet=True, theme=_theme(),
+            server_name=host, server_port=port, auth=login, share=False, quiet=True, theme=theme,
             prevent_thread_lock=True, show_error=True, css=CSS, footer_links=[], ssr_mode=False,
             enable_monitoring=False, mcp_server=False,
         )  # fmt: skip
@@ -192,13 +196,6 @@ def build(studio: Studio) -> Any:
             lambda: gr.Dropdown(checkpoints(config)), outputs=checkpoint, api_visibility="private"
         )
     return page.queue(max_size=WAITING, default_concurrency_limit=1)
-
-
-def _theme() -> Any:
-    import gradio as gr
-
-    # Gradio's own theme fetches its fonts from another host.
-    return gr.themes.Default(font=("system-ui", "sans-serif"), font_mono=("monospace",))
 
 
 def draw_both(

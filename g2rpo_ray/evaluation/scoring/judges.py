@@ -62,7 +62,8 @@ class LocalJudge:
         found: list[Score] = []
         for part in _batches(asked, scorer.compares_pictures, size):
             scores = _ask(scorer, part)
-            if len(part) > 1 and not scorer.compares_pictures and not _all_given(scores):
+            lacking = any(isinstance(score, Unscored) for score in scores)
+            if len(part) > 1 and not scorer.compares_pictures and lacking:
                 # A picture that the scorer cannot bear shall not cost the others theirs.
                 scores = [score for one in part for score in _ask(scorer, [one])]
             found += scores
@@ -92,10 +93,6 @@ def _ask(scorer: RewardScorer, asked: Sequence[Asked]) -> list[Score]:
         cause = redacted(f"{type(error).__name__}: {error}")
         return [Unscored(cause)] * len(asked)
     return [score if abs(score) < float("inf") else Unscored(None) for score in scores]
-
-
-def _all_given(scores: Sequence[Score]) -> bool:
-    return not any(isinstance(score, Unscored) for score in scores)
 
 
 @dataclass(frozen=True)

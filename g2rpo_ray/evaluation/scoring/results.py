@@ -5,7 +5,6 @@
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from g2rpo_ray.common.files import read_json_object, replace_text, replacing, writing
+from g2rpo_ray.common.files import read_json_object, replace_text, replacing, whole_lines, writing
 from g2rpo_ray.evaluation.scoring.pictures import Picture, ScoreError
 from g2rpo_ray.evaluation.statistics import Floats
 
@@ -73,22 +72,19 @@ class Results:
             log.write(json.dumps(line, ensure_ascii=False) + "\n")
         self.rows |= {row.picture: row for row in rows}
 
-    def write_parquet(self, rewards: Sequence[str], pictures: Sequence[str]) -> Path:
+    def write_parquet(self, rewards: Sequence[str], pictures: Sequence[str]) -> None:
         """``scores.parquet``: a row for each of ``pictures``, in their order."""
         rows = [self.rows[name] for name in pictures]
         causes = [list(filter(None, map(": ".join, row.problems.items()))) for row in rows]
-        columns: dict[str, pa.Array] = {
-            "picture": pa.array([row.picture for row in rows], pa.string()),
-            "prompt": pa.array([row.prompt for row in rows], pa.string()),
-            "category": pa.array([row.category for row in rows], pa.string()),
+        columns = {
+            name: pa.array([getattr(row, name) for row in rows], pa.string())
+            for name in ("picture", "prompt", "category")
         }
         for reward in rewards:
             columns[reward] = pa.array([row.scores.get(reward) for row in rows], pa.float64())
         columns["problem"] = pa.array(["; ".join(c) or None for c in causes], pa.string())
-        path = self.folder / "scores.parquet"
-        with replacing(path) as temporary:
+        with replacing(self.folder / "scores.parquet") as temporary:
             pq.write_table(pa.table(columns), temporary)
-        return path
 
     def values(self, reward: str, pictures: Sequence[str]) -> Floats:
         """Scores ``[pictures]``; NaN where there is none."""
@@ -119,15 +115,8 @@ class Results:
         replace_text(path, json.dumps(request, indent=1, ensure_ascii=False))
 
     def _read(self) -> dict[str, Scored]:
-        if not self._log.exists():
-            return {}
-        content = self._log.read_bytes()
-        # A killed command may leave half a line: its pictures are scored again.
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            os.truncate(self._log, len(whole))
         try:
-            rows = [Scored(**row) for line in whole.split(b"\n")[:-1] for row in json.loads(line)]
+            rows = [Scored(**row) for line in whole_lines(self._log) for row in json.loads(line)]
         except (ValueError, TypeError) as error:
             raise ScoreError(f"{self._log}: not readable: {error}; remove the file") from error
         return {row.picture: row for row in rows}

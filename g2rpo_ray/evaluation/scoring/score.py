@@ -45,19 +45,15 @@ Unpacked = tuple[Picture, Tensor | None, str]
 Answers = dict[str, list[Score]]
 
 
-@dataclass(frozen=True)
-class ScoreOptions:
-    """What is scored, and where to."""
-
-    pictures: Path
-    prompts: Path | None
-    folder: Path
-    thresholds: Sequence[Threshold] = ()
-    on_ray: bool = False
-
-
-def score(config: ScoringConfig, options: ScoreOptions) -> str:
-    """Score what ``options.folder`` lacks, and write parquet and report; returns the report.
+def score(
+    config: ScoringConfig,
+    pictures: Path,
+    prompts: Path | None,
+    folder: Path,
+    thresholds: Sequence[Threshold] = (),
+    on_ray: bool = False,
+) -> str:
+    """Score what ``folder`` lacks of ``pictures``; returns the report that it writes.
 
     Raises:
         ScoreError: pictures, captions or the folder cannot be used, or belong to other settings.
@@ -69,41 +65,39 @@ def score(config: ScoringConfig, options: ScoreOptions) -> str:
         told.append(line)
         print(line, flush=True)
 
-    _check_names(rewards, options.thresholds)
-    found = find_pictures(options.pictures)
-    if found.packed and options.prompts is not None:
+    _check_names(rewards, thresholds)
+    found = find_pictures(pictures)
+    if found.packed and prompts is not None:
         raise ScoreError(
-            f"--prompts {options.prompts}: {options.pictures} is tar or parquet, whose captions "
-            "are inside; leave --prompts out"
+            f"--prompts {prompts}: {pictures} is tar or parquet, whose captions are inside; leave "
+            "--prompts out"
         )
-    key, prompts = config.prompts.key, None
-    if options.prompts is not None:
-        prompts = read_prompts(options.prompts, None, key)
-    results = Results(options.folder, _request(config, found, prompts))
-    servers = hashlib.sha256(str(options.folder.absolute()).encode()).hexdigest()[:10]
+    key = config.prompts.key
+    texts = None if prompts is None else read_prompts(prompts, None, key)
+    results = Results(folder, _request(config, found, texts))
+    servers = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:10]
     with (
         StopSignal("scores so far stay; the same command goes on from there") as stop,
-        judge_of(config, f"score-{servers}" if options.on_ray else None) as judge,
+        judge_of(config, f"score-{servers}" if on_ray else None) as judge,
     ):
-        if found.packed:
-            pictures = packed_pictures(found, str(key), tell)
-        else:
-            pictures = folder_pictures(found, prompts, tell)
         scoring = Scoring(judge, rewards, results, tell, stop.check, len(found.images))
-        scoring.run(pictures)
+        if found.packed:
+            scoring.run(packed_pictures(found, str(key), tell))
+        else:
+            scoring.run(folder_pictures(found, texts, tell))
     names = list(scoring.names)
     if not names:
-        raise ScoreError(f"{options.pictures}: 0 pictures in it")
+        raise ScoreError(f"{pictures}: 0 pictures in it")
     results.write_parquet(rewards, names)
-    text = report(results, rewards, names, options.thresholds, told)
-    replace_text(options.folder / "report.md", text)
+    text = report(results, rewards, names, thresholds, told)
+    replace_text(folder / "report.md", text)
     with_scores = {name for row in results.rows.values() for name in row.scores}
     silent = {name: c for name, c in scoring.causes.items() if name not in with_scores}
     if failed := silent | scoring.given_up:
         causes = "; ".join(f"{name}: {cause}" for name, cause in failed.items())
         raise RunError(
             f"failed on every picture of {FAILED_CHUNKS} chunks in a row, or of all; the same "
-            f"command tries again: {causes}. What there is lies in {options.folder}"
+            f"command tries again: {causes}. What there is lies in {folder}"
         )
     return text
 

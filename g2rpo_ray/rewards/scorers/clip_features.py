@@ -30,9 +30,11 @@ class ClipFeatures:
             encode_text: a text -> ``[D]``.
             preprocess: float32 ``[B, 3, H, W]``, 0 to 255 -> float32 ``[B, 3, h, w]``.
         """
-        self._encode_image, self._encode_text = encode_image, encode_text
-        self._preprocess, self._device, self._dtype = preprocess, device, dtype
-        self._text = lru_cache(CACHED_PROMPTS)(self._normalised_text)
+        self._encode_image, self._preprocess = encode_image, preprocess
+        self._device, self._dtype = device, dtype
+        self._text = lru_cache(CACHED_PROMPTS)(
+            lambda prompt: normalize(encode_text(prompt).float(), dim=-1)
+        )
 
     @torch.inference_mode()
     def image(self, pictures: Tensor) -> Tensor:
@@ -57,6 +59,3 @@ class ClipFeatures:
 
     def _encoded(self, images: Tensor) -> Tensor:
         return normalize(self._encode_image(images.to(self._dtype)).float(), dim=-1)
-
-    def _normalised_text(self, prompt: str) -> Tensor:
-        return normalize(self._encode_text(prompt).float(), dim=-1)
