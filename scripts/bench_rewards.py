@@ -83,7 +83,8 @@ def main() -> None:
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
     """Seconds of both ways for all pictures and both scorers, and how far their scores differ."""
-    pictures, scorers = make_pictures(case), list(make_scorers(case.architecture, case.device))
+    pictures = measuring.soft_pictures(case.pictures, case.side)
+    scorers = list(make_scorers(case.architecture, case.device))
     alone = partial(one_at_a_time, scorers, pictures, case.device)
     one_at_a_time(scorers, pictures[:4], case.device)
     singles = [measuring.timed(alone) for _ in range(repeats)]
@@ -151,15 +152,6 @@ def time_batched(
     for scorer in scorers:
         scorer.model.float()
     return seconds, runs[-1][1]
-
-
-def make_pictures(case: Case) -> Tensor:
-    """uint8 ``[B, side, side, 3]``: soft colours that differ, as decoded pictures are."""
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.rand(case.pictures, 3, 9, 9, generator=generator)
-    size = [case.side, case.side]
-    images = torch.nn.functional.interpolate(coarse, size, mode="bicubic").clamp(0, 1)
-    return (255 * images).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def make_scorers(architecture: str, device: torch.device) -> Iterator[Scorer]:

@@ -96,13 +96,8 @@ def measure(options: Any, folder: Path) -> dict[str, Any]:
 
 def signs(count: int, side: int) -> tuple[Tensor, list[str]]:
     """Pictures with a word each, on a ground of soft colours, and the words."""
-    generator = torch.Generator().manual_seed(0)
-    coarse = 0.6 + 0.4 * torch.rand(count, 3, 9, 9, generator=generator)
-    grounds = torch.nn.functional.interpolate(coarse, [side, side], mode="bicubic").clamp(0, 1)
     drawn, words = [], [WORDS[number % len(WORDS)] for number in range(count)]
-    for ground, word in zip(
-        (255 * grounds).to(torch.uint8).permute(0, 2, 3, 1), words, strict=True
-    ):
+    for ground, word in zip(measuring.soft_pictures(count, side, 0.4), words, strict=True):
         picture = Image.fromarray(ground.numpy())
         brush, face = ImageDraw.Draw(picture), ImageFont.load_default(side // 10)
         brush.text((side // 2, side // 2), word, font=face, fill=(20, 20, 60), anchor="mm")

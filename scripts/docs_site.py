@@ -11,7 +11,6 @@ import io
 import os
 import posixpath
 import re
-import tomllib
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,6 +22,7 @@ from mkdocs.structure.pages import Page
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from draw_rooms import room_names
 from g2rpo_ray import cli
 from g2rpo_ray.config import Config
 
@@ -51,7 +51,7 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The API's pages stand in the navigation, a room after the other."""
     (inside,) = (part["Inside"] for part in config.nav or [] if "Inside" in part)
-    inside.append({"API": [{room: f"api/{room}.md"} for room in rooms()]})
+    inside.append({"API": [{room: f"api/{room}.md"} for room in room_names()]})
     return config
 
 
@@ -59,7 +59,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are not in docs/."""
     pages = {place: (ROOT / source).read_text() for source, place in MOVED.items()}
     pages |= {"reference/settings.md": settings_page(), "reference/commands.md": commands_page()}
-    pages |= {f"api/{room}.md": room_page(room) for room in rooms()}
+    pages |= {f"api/{room}.md": room_page(room) for room in room_names()}
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
     return files
@@ -79,13 +79,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         )
 
     return LINK.sub(follow, markdown)
-
-
-def rooms() -> list[str]:
-    """The rooms of the package, from the top down, as the contract in pyproject.toml has them."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    layers = next(c["layers"] for c in contracts["contracts"] if c["type"] == "layers")
-    return [room for layer in layers for room in re.split(r"\s*[|:]\s*", layer)]
 
 
 def room_page(room: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import yaml
+from torch import Tensor
 
 from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.common.paths import resolve_path
@@ -102,6 +103,15 @@ def random_conditioning(
     }
     prompt = Conditioning(tensors)
     return replace(prompt, negative=prompt) if family.guidance_kind == "cfg" else prompt
+
+
+def soft_pictures(count: int, side: int, lightest: float = 1.0) -> Tensor:
+    """uint8 ``[count, side, side, 3]``: soft colours that differ, as decoded pictures are; of the
+    levels between black and white those in the lightest part."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = 1 - lightest + lightest * torch.rand(count, 3, 9, 9, generator=generator)
+    images = torch.nn.functional.interpolate(coarse, [side, side], mode="bicubic").clamp(0, 1)
+    return (255 * images).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
 def join_alone(device: torch.device) -> None:

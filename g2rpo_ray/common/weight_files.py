@@ -128,10 +128,7 @@ def read_tensors(places: Mapping[str, TensorPlace]) -> Iterator[tuple[str, Tenso
 
 
 def open_weights(file: Path, error: type[Exception]) -> safe_open:
-    """
-    Raises:
-        error: the file is missing, cut short or no safetensors file.
-    """
+    """Raises ``error`` where the file is missing, cut short or no safetensors file."""
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
@@ -141,10 +138,7 @@ def open_weights(file: Path, error: type[Exception]) -> safe_open:
 
 
 def refuse_quantiser(config_file: Path, error: type[Exception]) -> None:
-    """
-    Raises:
-        error: a config.json says that its weights are quantised.
-    """
+    """Raises ``error`` where a config.json says that its weights are quantised."""
     config = read_json_object(config_file, error)
     for key in ("quantization_config", "compression_config"):
         if (found := config.get(key)) is not None:

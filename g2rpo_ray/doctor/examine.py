@@ -24,11 +24,7 @@ from g2rpo_ray.doctor.probe import ask, name_of, node_facts, start_probe
 
 
 def examine(config: Config | None) -> list[Finding]:
-    """Look at the cluster, and at what ``config`` needs of it.
-
-    Args:
-        config: None looks at the cluster alone.
-    """
+    """Look at the cluster, and at what ``config``, if there is one, needs of it."""
     cluster = config.cluster if config else ClusterSection()
     findings = check_secrets(config)
     try:

@@ -21,12 +21,7 @@ class BatchSize:
     """Most rows in one pass of a network; halved once, with a warning, where memory ends."""
 
     def __init__(self, rows: int, setting: str, warn: Warn = lambda _: None) -> None:
-        """
-        Args:
-            rows: to begin with.
-            setting: that the number comes from.
-            warn: told the new number.
-        """
+        """``rows`` to begin with, by a ``setting``; ``warn`` is told another number."""
         self.rows = rows
         self._setting, self._warn, self._halved = setting, warn, False
 

@@ -24,10 +24,7 @@ class Float8Error(InputError):
 
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:
-    """
-    Raises:
-        Float8Error: a card that cannot multiply float8 numbers, or not into ``dtype``.
-    """
+    """Raises Float8Error for a card that cannot multiply float8 numbers, or not into ``dtype``."""
     if device.type != "cuda":
         return
     if dtype != torch.bfloat16:

@@ -37,10 +37,7 @@ class Policy(nn.Module):
     ) -> None:
         """
         Args:
-            family: of the model.
             transformer: the network, on its device and in its compute dtype.
-            shape: of the latents.
-            guidance: scale, as the family takes it.
             truncate_timesteps: use ``int(sigma * 1000) / 1000`` as published code does.
         """
         super().__init__()

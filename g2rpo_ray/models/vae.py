@@ -25,9 +25,7 @@ class PictureDecoder:
     ) -> None:
         """
         Args:
-            family: of the model.
             vae: on its device and in its compute dtype.
-            shape: of the latents.
             batch: most pictures in one pass.
             tiled: decode in tiles that overlap.
             fixed_shapes: fill every pass up to ``batch``, for a compiled decoder.

@@ -101,10 +101,7 @@ class Predictor:
     """Predicts one configuration on one kind of card."""
 
     def __init__(self, config: Config, table: CostTable, card: str) -> None:
-        """
-        Raises:
-            CostsError: the card, or a pass that the configuration needs, was not measured.
-        """
+        """Raises CostsError where the card, or a pass that is needed, was not measured."""
         self.config, self.card = config, card
         self.costs = table.of(card)
         self.size: PolicySize = policy_size(config)

@@ -114,10 +114,7 @@ class Embeddings:
     """A checked folder of embeddings, for reading prompts by their text."""
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            PromptFileError: the manifest is not readable, or a file is missing or of another size.
-        """
+        """Raises PromptFileError: no readable manifest, a file is missing or of another size."""
         self.folder = folder
         self.manifest = _read_manifest(folder / MANIFEST)
         for shard in self.manifest.files:

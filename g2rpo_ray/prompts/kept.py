@@ -67,10 +67,7 @@ class KeptEmbeddings:
         return None
 
     def keep(self, text: str, embeds: Conditioning) -> None:
-        """
-        Raises:
-            DiskError: the disk is full or read-only.
-        """
+        """Raises DiskError where the disk is full or read-only."""
         path = self._folders[-1] / self._file(text)
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)

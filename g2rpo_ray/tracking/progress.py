@@ -30,7 +30,6 @@ class Progress:
     long one does not fill the log.
 
     Args:
-        iterations: iterations of the whole run.
         done: iterations that an earlier life of the run has made.
         console: where to write; the process's standard output by default.
         patience_s: seconds after which a phase is worth a line.
@@ -144,12 +143,7 @@ class Progress:
 def print_table(
     summary: Mapping[str, Any], report: Path, *, console: Console | None = None
 ) -> None:
-    """Print what a run has come to.
-
-    Args:
-        summary: content of ``summary.json``.
-        report: path of the report, printed last.
-    """
+    """Print what a run has come to: its ``summary.json``, and where its report is."""
     console = console or Console()
     table = Table(title="Held-out prompts", title_justify="left")
     table.add_column("reward")

@@ -27,10 +27,7 @@ def check_clock(probes: Mapping[str, ActorHandle]) -> list[Finding]:
 
 
 def judge_clock(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
-    """
-    Args:
-        offsets: (seconds there and back, seconds that the node's clock is ahead) by node.
-    """
+    """Of (seconds there and back, seconds that the node's clock is ahead) by node."""
     findings = []
     for name, (took_s, ahead_s) in offsets.items():
         # Half the way is what the measurement cannot tell.

@@ -35,10 +35,7 @@ def check_models(config: Config, probes: Mapping[str, ActorHandle]) -> list[Find
 
 
 def judge_digests(found: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """
-    Args:
-        found: digest by file, by node.
-    """
+    """Of each node's digests, by file."""
     if not found:
         return []
     (first, *others) = found

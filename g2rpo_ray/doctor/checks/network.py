@@ -40,10 +40,7 @@ def check_network(nodes: Sequence[Node]) -> list[Finding]:
 
 
 def _all_reduce(backend: str, seats: Sequence[Node]) -> list[Finding]:
-    """
-    Args:
-        seats: node of each rank.
-    """
+    """Between ranks that sit on these nodes."""
     outcome = _measure(backend, seats)
     if isinstance(outcome, str):
         return [fail(backend, outcome, REMEDY), *_pairs(backend, seats)]

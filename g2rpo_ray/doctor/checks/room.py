@@ -17,11 +17,7 @@ from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 
 
 def check_room(config: Config, nodes: Sequence[Node], grows: bool = False) -> list[Finding]:
-    """What ``g2rpo train`` would wait for.
-
-    Args:
-        grows: an autoscaler may add nodes.
-    """
+    """What ``g2rpo train`` would wait for; where it ``grows``, an autoscaler adds nodes."""
     demands = [
         rollout_demand(config),
         *evaluation_demand(config),

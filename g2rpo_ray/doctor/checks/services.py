@@ -11,11 +11,7 @@ TIMEOUT_S = 10.0
 
 
 def check_services(dashboard_url: str | None, wanted: bool) -> list[Finding]:
-    """
-    Args:
-        dashboard_url: host:port; empty or None where there is none.
-        wanted: whether a dashboard was asked for.
-    """
+    """``dashboard_url`` is host:port, empty or None where there is none, though it was wanted."""
     return [_dashboard(dashboard_url, wanted), *_metrics()]
 
 

@@ -81,10 +81,7 @@ def load_weights(
 
 
 def refuse_quantised(source: Path, weights: Mapping[str, Tensor]) -> None:
-    """
-    Raises:
-        ScorerError: some are not floating point of 16 bits or more.
-    """
+    """Raises ScorerError where some are not floating point of 16 bits or more."""
     for name, tensor in weights.items():
         if tensor.dtype not in FLOATS and not name.endswith(INTEGER_BUFFERS):
             raise ScorerError(

@@ -24,10 +24,7 @@ class Owlv2Detector:
     """Boxes of named classes."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
-        """
-        Raises:
-            ScorerError: see ``read_tokenizer`` and ``load_pretrained``.
-        """
+        """Raises ScorerError, see ``read_tokenizer`` and ``load_pretrained``."""
         from transformers import Owlv2ImageProcessor
 
         self._tokenizer = read_tokenizer(folder, MODEL)

@@ -80,7 +80,6 @@ def line_chart(
     """Lines over iterations; series without any number are left out.
 
     Args:
-        title: heading of the chart, plain text.
         series: drawn in this order, the last on top.
         from_zero: the y axis starts at 0, for numbers that cannot be negative.
         over: what the x axis shows.
@@ -101,7 +100,6 @@ def stacked_bars(title: str, layers: Sequence[Series]) -> Markup:
     """Bars over iterations, one layer on the other; many iterations are averaged into fewer bars.
 
     Args:
-        title: heading of the chart, plain text.
         layers: the same x values in each, y at least 0; the first lies at the bottom.
     """
     shown = [layer for layer in layers if any(y for _, y in layer.known())]
