@@ -143,11 +143,8 @@ def autoscaler_says() -> str:
 
 
 def shortage(demands: Sequence[Demand], nodes: Sequence[Node], which: str = "total") -> list[str]:
-    """Why the demands cannot be met by these nodes, each reason with what would help.
-
-    Args:
-        which: ``total`` resources of the nodes, or those that are ``free`` now.
-    """
+    """Why the demands cannot be met by these nodes' resources, all (``total``) or those that are
+    ``free`` now; each reason with what would help."""
     word = "" if which == "total" else " free"
     if which == "total":
         nodes = [replace(node, free=node.total) for node in nodes]

@@ -20,11 +20,8 @@ class StopRequested(Exception):  # noqa: N818  (not an error)
 
 
 class StopSignal:
-    """While entered, the first signal is remembered; a second one interrupts at once.
-
-    Args:
-        meanwhile: what happens before the stop, in words.
-    """
+    """While entered, the first signal is remembered, and told with what is done ``meanwhile``; a
+    second one interrupts at once."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 

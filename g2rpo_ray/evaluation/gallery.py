@@ -51,12 +51,7 @@ class Card:
 def write_gallery(
     path: Path, parts: Sequence[Part], rows: Sequence[Row], records: Records, columns: Sequence[str]
 ) -> None:
-    """Write the page.
-
-    Args:
-        parts: of the table, shown above the pictures.
-        columns: rewards in the order of the table.
-    """
+    """Write the page: ``parts`` of the table above the pictures, rewards in its order."""
     cards = list(_cards(rows, records))
     with Image.open(path.parent / cards[0].drawn[0].files[0]) as picture:
         width, height = picture.size

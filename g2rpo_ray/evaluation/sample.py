@@ -119,11 +119,8 @@ def start_noise(shape: LatentShape, seed: int, pictures: int) -> Tensor:
 def walk(
     config: Config, source: Source, start: Tensor, embeds: Sequence[Conditioning], switch: int
 ) -> list[Tensor]:
-    """Latents x_0 of each prompt, shaped as ``start``, by ODE with ``evaluation.steps``.
-
-    Args:
-        switch: schedule index at which the base model takes over.
-    """
+    """Latents x_0 of each prompt, shaped as ``start``, by ODE with ``evaluation.steps``; the base
+    model takes over at the schedule's index ``switch``."""
     steps = config.evaluation.steps
     evaluate = Evaluator(source.policy, config.rollout.planned_batch_size)
     sampler = Sampler(evaluate, schedule_of(config.sampling, steps, source.policy))

@@ -49,10 +49,7 @@ class Float8Linear(nn.Module):
     """float32 ``[1, out]``."""
 
     def __init__(self, source: nn.Module) -> None:
-        """
-        Args:
-            source: a linear layer, or one with a LoRA adapter, which is merged into the product.
-        """
+        """Of a linear layer, or of one with a LoRA adapter, which is merged into the product."""
         super().__init__()
         base = _base_layer(source)
         self.bias: Tensor | None = base.bias
@@ -97,10 +94,7 @@ class Float8Twin:
     """A second policy that shares everything with the exact one but its blocks' products."""
 
     def __init__(self, policy: Policy) -> None:
-        """
-        Args:
-            policy: on its device, not compiled yet.
-        """
+        """Of a policy on its device that is not compiled yet."""
         shared = {id(t): t for t in (*policy.parameters(), *policy.buffers())}
         self.policy: Policy = copy.deepcopy(policy, shared)
         self._layers: list[Float8Linear] = []

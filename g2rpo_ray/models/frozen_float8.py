@@ -111,11 +111,8 @@ class FrozenFloat8Linear(nn.Linear):
 def round_blocks(
     network: nn.Module, blocks: Collection[str], device: torch.device | str
 ) -> nn.Module:
-    """Put the linear layers of ``network``'s blocks on ``device`` in 8 bits, one after another.
-
-    Args:
-        blocks: classes of the repeated blocks.
-    """
+    """Put the linear layers of the repeated blocks, given by their classes, on ``device`` in 8
+    bits, one after another."""
     for block, name, linear in [*block_linears(network, blocks)]:
         block.set_submodule(name, FrozenFloat8Linear(linear, device))
         # The list still holds the layer, and PyTorch its room on a card, between what stays.

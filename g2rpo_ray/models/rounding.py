@@ -64,11 +64,7 @@ class Arrived:
 
 
 def rounded(meant: Tensor, dtype: torch.dtype, rounding: Rounding, *seeds: int | str) -> Tensor:
-    """float32 numbers in ``dtype``.
-
-    Args:
-        seeds: of rounding by chance: equal ones give equal numbers.
-    """
+    """float32 numbers in ``dtype``; where chance rounds, equal seeds give equal numbers."""
     if dtype != torch.bfloat16 or rounding != "stochastic":
         return meant.to(dtype)
     generator = torch.Generator().manual_seed(seed_of("rounding", *seeds))

@@ -23,12 +23,9 @@ _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 
 
 def adapter_tensors(weights: Mapping[str, Tensor], lora: LoraSection) -> dict[str, Tensor]:
-    """Trained adapters by diffusers' names, for alpha = rank.
+    """Trained adapters, float32, by diffusers' names instead of the policy's, for alpha = rank.
 
     The scale alpha / rank goes into B: a loader that does not know alpha is right, too.
-
-    Args:
-        weights: float32, by their names in the policy.
     """
     scale = lora.alpha / lora.rank
     return {

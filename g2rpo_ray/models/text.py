@@ -25,11 +25,7 @@ class TextEncoder:
         device: str = "cpu",
         negative: str | None = None,
     ) -> None:
-        """
-        Args:
-            negative: text of the second pass of guidance, see ``families.negative_prompt``; it is
-                encoded once.
-        """
+        """``negative`` is that of ``families.negative_prompt``, encoded once."""
         # Longer texts are cut, as documented: a line for each of them would drown everything else.
         for library in ("diffusers.pipelines", "transformers.tokenization_utils_base"):
             logging.getLogger(library).setLevel(logging.ERROR)

@@ -96,11 +96,7 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsG
 def learner_memory(
     config: Config, size: PolicySize, costs: CardCosts, ranks: int, rows: int
 ) -> PartsGib:
-    """A learner rank under ZeRO, on its card.
-
-    Args:
-        rows: most latents in one pass.
-    """
+    """A learner rank under ZeRO, on its card, with at most ``rows`` latents in one pass."""
     settings, width = config.learner, BYTES[config.model.dtype]
     stage, trained, held = settings.zero_stage, size.trained_parameters, size.held_parameters
     activations = learner_bytes(config) * rows + size.widest_parameters * width

@@ -167,10 +167,7 @@ class Predictor:
 
     def generate_s(self, drawing_cards: int) -> float:
         """Drawing, decoding and scoring; scoring runs beside the rest, but for the last request.
-
-        Args:
-            drawing_cards: with workers, which share what a card computes; on a CPU, workers.
-        """
+        The workers on a card share what it computes; on a CPU each counts as a card."""
         config, work, costs = self.config, self.work, self.costs
         counts = work.counts
         evaluation = costs.pass_cost(self._as_rollout("evaluation", "evaluation_compiled"))

@@ -36,10 +36,7 @@ class PromptEncoder:
     disk already are read."""
 
     def __init__(self, config: Config, kept: Sequence[Path]) -> None:
-        """
-        Args:
-            kept: folders of ``KeptEmbeddings``, for held-out prompts.
-        """
+        """``kept`` are folders of ``KeptEmbeddings``, for held-out prompts."""
         torch.set_num_threads(config.encoder_threads)
         self._config, self._negative = config, negative_prompt(config)
         opened = [open_embeddings(path) for path in (config.prompts.train, config.prompts.heldout)]

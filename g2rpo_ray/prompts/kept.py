@@ -31,10 +31,7 @@ class KeptEmbeddings:
     """
 
     def __init__(self, folders: Sequence[Path], config: Config) -> None:
-        """
-        Args:
-            folders: to look in, in this order; the last is written to.
-        """
+        """Folders are looked through in their order; the last is written to."""
         self._folders, self._config = folders, config
 
     @cached_property

@@ -70,10 +70,7 @@ class RewardServer:
     """A replica: a scorer, and those of the rewards ``beside`` it, behind ``score``."""
 
     def __init__(self, name: str, rewards: Mapping[str, RewardSection]) -> None:
-        """
-        Args:
-            name: of the one whose replica it is.
-        """
+        """A replica of the reward ``name``."""
         reward = rewards[name]
         log_as(f"reward/{name}", serve.get_replica_context().replica_id.unique_id)
         torch.set_num_threads(reward.threads)

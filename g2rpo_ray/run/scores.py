@@ -61,11 +61,8 @@ def fallen_rewards(config: Config) -> dict[str, float]:
 
 
 def lowered_scales(config: Config, scales: Mapping[str, float], iteration: int) -> dict[str, float]:
-    """What the weights of trained rewards are multiplied by after the evaluation of an iteration.
-
-    Args:
-        scales: the same before it; 1 of rewards not named.
-    """
+    """What the weights of trained rewards are multiplied by after the evaluation of an iteration,
+    from what they were before it (1 where not named)."""
     guards = {n: g for n, g in config.evaluation.guards.items() if g.then == "lower_weight"}
     gains = {}
     for name in config.rewards if guards else ():

@@ -14,11 +14,8 @@ SECONDS = [1.0, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600]
 
 
 class RayEndpoint(Sink):
-    """Every number as ``ray_g2rpo_...``, with the run's name as a label; silent without Ray.
-
-    Args:
-        run: value of the label ``run``, which tells runs on one cluster apart.
-    """
+    """Every number as ``ray_g2rpo_...``; the label ``run`` tells runs on one cluster apart. Silent
+    without Ray."""
 
     def __init__(self, run: str) -> None:
         self._run = run

@@ -90,11 +90,8 @@ class MetricsLog:
             sink.observe(name, values)
 
     def pictures(self, iteration: int, pictures: Mapping[str, np.ndarray]) -> None:
-        """Show pictures where a sink can: TensorBoard and Weights & Biases.
-
-        Args:
-            pictures: caption -> uint8 ``[height, width, 3]``.
-        """
+        """Show pictures, uint8 ``[height, width, 3]`` by caption, where a sink can: TensorBoard and
+        Weights & Biases."""
         for caption, picture in pictures.items():
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
                 raise TrackingError(

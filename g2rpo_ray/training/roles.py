@@ -151,11 +151,8 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
 def launch_rollout(
     config: Config, embeddings: Sequence[Path], tell: Tell
 ) -> Iterator[tuple[Encoder, RolloutPool]]:
-    """Start the roles that draw and score, without a learner; otherwise as ``launch``.
-
-    Args:
-        embeddings: see ``PromptEncoder``.
-    """
+    """Start the roles that draw and score, without a learner; otherwise as ``launch``, and
+    ``embeddings`` as of ``PromptEncoder``."""
     kept, workers = encoder_demand(config), [rollout_demand(config)]
     with (
         _cluster(config, kept, workers, tell) as private,

@@ -29,11 +29,7 @@ class Session:
     """What every part of the training has in common; the roles know nothing of it."""
 
     def __init__(self, config: Config, run: Run, train: list[str], heldout: list[str]) -> None:
-        """
-        Args:
-            train: all prompts to train on.
-            heldout: all held-out prompts; ``evaluation.prompts`` of them are used.
-        """
+        """Of all prompts to train on, and all held-out ones."""
         self.config, self.run, self.train_prompts = config, run, train
         self.heldout_prompts = evenly(list(enumerate(heldout)), config.evaluation.prompts)
         """(id, text) of those that are used."""

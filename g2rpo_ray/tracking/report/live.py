@@ -12,11 +12,8 @@ LEAST_PAUSE_S = 5.0
 
 
 class LiveReport:
-    """Keeps ``report.html`` near to how the run stands.
-
-    Args:
-        tell: told once where it is, and once of each reason why it cannot be written.
-    """
+    """Keeps ``report.html`` near to how the run stands; tells once where it is, and once each
+    reason why it cannot be written."""
 
     def __init__(self, run_dir: Path, tell: Callable[[str], None]) -> None:
         self._run_dir, self._tell = run_dir, tell

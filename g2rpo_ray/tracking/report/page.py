@@ -64,10 +64,8 @@ class Prompt:
 def write_report(run_dir: Path, live: bool = False) -> Path:
     """Write ``report.html`` from what the run folder holds, and return its path.
 
-    A part of the folder that is missing or broken is named in the report; the rest is shown.
-
-    Args:
-        live: the run goes on; the page loads itself again from time to time.
+    A part of the folder that is missing or broken is named in the report; the rest is shown. A
+    ``live`` one, of a run that goes on, loads itself again from time to time.
     """
     run = read_run_folder(run_dir)
     iterations = sorted({record["iteration"] for record in run.records})
