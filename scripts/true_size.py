@@ -26,6 +26,7 @@ import torch
 import transformers
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
+from huggingface_hub import split_torch_state_dict_into_shards
 from open_clip.tokenizer import bytes_to_unicode
 from safetensors.torch import save_file
 from sentencepiece import sentencepiece_model_pb2
@@ -207,24 +208,17 @@ def text_encoder_on_meta(family: Family, part: str) -> Any:
 
 def write_weights(network: nn.Module, dtype: torch.dtype, folder: Path, name: str) -> None:
     """One file, or shards with an index, none larger than ``SHARD_BYTES``."""
-    most = SHARD_BYTES.get(folder.name.removesuffix("_2"), 10**12)
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for key, tensor in own_tensors(network):
-        size += tensor.numel() * dtype.itemsize
-        if size > most and shards[-1]:
-            shards, size = [*shards, {}], tensor.numel() * dtype.itemsize
-        shards[-1][key] = tensor
-    files = [f"{name}-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        files = [f"{name}.safetensors"]
-    weight_map: dict[str, str] = {}
-    for file, shard in zip(files, shards, strict=True):
-        save_file(dict(random_tensors(shard, dtype)), folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        total = sum(t.numel() for shard in shards for t in shard.values()) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    tensors = {k: t.to(dtype) if t.is_floating_point() else t for k, t in own_tensors(network)}
+    split = split_torch_state_dict_into_shards(
+        tensors,
+        filename_pattern=f"{name}{{suffix}}.safetensors",
+        max_shard_size=SHARD_BYTES.get(folder.name.removesuffix("_2"), 10**12),
+    )
+    for file, keys in split.filename_to_tensors.items():
+        shard = dict(random_tensors({key: tensors[key] for key in keys}, dtype))
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{name}.safetensors.index.json").write_text(json.dumps(index))
 
 
