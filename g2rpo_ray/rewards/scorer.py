@@ -1,17 +1,18 @@
 """What a scorer is: pictures and prompts in, one number for each picture out."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.section import Section
 
 if TYPE_CHECKING:
     from torch import Tensor
+else:
+    # PyTorch's, for type checkers alone: settings are checked by scorers' modules, without PyTorch.
+    Tensor = Any
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -1,18 +1,12 @@
 """Aesthetic score: a linear or MLP head on CLIP's image features; it reads no prompt."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.rewards.scorer import ScorerError
+from g2rpo_ray.rewards.scorer import ScorerError, Tensor
 from g2rpo_ray.rewards.scorers.clip import ClipScorer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class AestheticScorer(ClipScorer):

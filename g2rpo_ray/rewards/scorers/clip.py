@@ -1,15 +1,10 @@
 """CLIP score: text-image similarity of any open_clip model, with open_clip's preprocessing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from g2rpo_ray.common.section import Section
-from g2rpo_ray.rewards.scorer import RewardScorer
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from g2rpo_ray.rewards.scorer import RewardScorer, Tensor
 
 
 class ClipOptions(Section):

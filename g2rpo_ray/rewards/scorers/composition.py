@@ -1,17 +1,14 @@
 """Whether a picture holds the objects that its prompt asks for, in number, colour and place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from math import ceil, floor
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.prompt_text import metadata_of
 from g2rpo_ray.common.section import Section
-from g2rpo_ray.rewards.scorer import RewardScorer, wanted_of
+from g2rpo_ray.rewards.scorer import RewardScorer, Tensor, wanted_of
 from g2rpo_ray.rewards.scorers.clip import ClipOptions
 from g2rpo_ray.rewards.scorers.composition_checks import (
     COLOURS,
@@ -20,9 +17,6 @@ from g2rpo_ray.rewards.scorers.composition_checks import (
     checks,
     read_composition,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 COLOUR_TEXTS = ("a photo of a {} {}", "a photo of a {}-colored {}", "a photo of a {} object")
 COUNTING = "counting"

@@ -1,18 +1,13 @@
 """A user's own scorer: any importable RewardScorer class."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field, ValidationError
 
 from g2rpo_ray.common.section import Section
-from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError, Tensor
 
 
 class PythonScorer(RewardScorer):

@@ -1,14 +1,9 @@
 """Diversity of one prompt's pictures: how far apart they lie for a CLIP model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from g2rpo_ray.rewards.scorer import Tensor
 from g2rpo_ray.rewards.scorers.clip import ClipScorer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class DiversityScorer(ClipScorer):

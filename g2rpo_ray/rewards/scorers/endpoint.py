@@ -1,14 +1,12 @@
 """Asking an HTTP endpoint: deadlines, retries, a limit on what runs at once; TLS is verified."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
 import os
 import re
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from PIL import Image
@@ -17,10 +15,7 @@ from pydantic import Field
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.common.section import Section
-from g2rpo_ray.rewards.scorer import ScorerError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from g2rpo_ray.rewards.scorer import ScorerError, Tensor
 
 MAX_ANSWER_BYTES = 16 * 2**20
 FIRST_PAUSE_S, LONGEST_PAUSE_S, SHORTEST_TIMEOUT_S = 0.5, 8.0, 0.001

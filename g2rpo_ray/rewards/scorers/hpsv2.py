@@ -4,8 +4,6 @@ The package cannot live beside Ray. It scores picture by picture and is many tim
 ``hps``, which gives the same numbers.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import tempfile
@@ -15,16 +13,13 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import Section
-from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError, Tensor
 
 CHILD = Path(__file__).with_name("hpsv2_child.py")
 TAIL_CHARACTERS = 600

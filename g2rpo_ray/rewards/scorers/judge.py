@@ -1,19 +1,14 @@
 """A vision-language model as judge, behind an OpenAI-compatible endpoint (vLLM, SGLang, ...)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from g2rpo_ray.rewards.scorer import RewardScorer
+from g2rpo_ray.rewards.scorer import RewardScorer, Tensor
 from g2rpo_ray.rewards.scorers.endpoint import Endpoint, EndpointOptions, png_base64
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SCORE_TEMPLATE = (
     "The picture was made for this text: «{prompt}»\n"

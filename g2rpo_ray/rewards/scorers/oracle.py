@@ -1,15 +1,9 @@
 """The tiny world's program that checks whether a picture shows what its caption says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from g2rpo_ray.common.section import Section
-from g2rpo_ray.rewards.scorer import RewardScorer
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from g2rpo_ray.rewards.scorer import RewardScorer, Tensor
 
 
 class OracleScorer(RewardScorer):

@@ -1,19 +1,14 @@
 """A user's own scorer behind HTTP; docs/rewards.md describes the protocol."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
 from g2rpo_ray.common.prompt_text import metadata_of
-from g2rpo_ray.rewards.scorer import RewardScorer
+from g2rpo_ray.rewards.scorer import RewardScorer, Tensor
 from g2rpo_ray.rewards.scorers.endpoint import Endpoint, EndpointOptions, png_base64
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PROTOCOL = 1
 

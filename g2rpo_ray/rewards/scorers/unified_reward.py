@@ -1,19 +1,15 @@
 """UnifiedReward (arXiv 2503.05236) behind an OpenAI-compatible endpoint, asked as its cards say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
 
+from g2rpo_ray.rewards.scorer import Tensor
 from g2rpo_ray.rewards.scorers.judge import JudgeScorer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PRESETS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
