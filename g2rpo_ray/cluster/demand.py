@@ -91,6 +91,12 @@ def learner_demand(config: Config) -> Demand:
     return Demand("learner.ranks", learner.ranks, each, learner.label_selector)
 
 
+def run_demands(config: Config) -> list[Demand]:
+    """Of all roles of a run."""
+    drawing = [rollout_demand(config), *evaluation_demand(config)]
+    return [*drawing, learner_demand(config), *reward_demands(config), *encoder_demand(config)]
+
+
 def _resources(cpus: float, gpus: float) -> Resources:
     return {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from g2rpo_ray.common.errors import InputError, RunError
@@ -64,6 +65,15 @@ def writing(path: Path, refused: type[InputError] | None = None, asked: str = ""
         if refused is None or not (isinstance(error, OSError) or "(os error " in str(error)):
             raise
         raise refused(f"{named}: cannot be written: {error}") from error
+
+
+def make_writable(folder: Path, refused: type[InputError], asked: str) -> None:
+    """Make a folder, where there is none, before work of minutes that ends in it; errors as of
+    ``writing``."""
+    with writing(folder, refused, asked):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
 
 
 @contextmanager

@@ -148,13 +148,10 @@ def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
         pin_weights(path, pin)
         return info
 
-    is_run = (Path(source).expanduser() / "checkpoints").is_dir()
-    run = (
-        config.model_copy(update={"run_dir": str(Path(source).expanduser().absolute())})
-        if is_run
-        else config
-    )
-    folder, info = while_it_is_there(run, "last" if is_run else source, keep)
+    run, name, path = config, source, Path(source).expanduser().absolute()
+    if (path / "checkpoints").is_dir():
+        run, name = config.model_copy(update={"run_dir": str(path)}), "last"
+    folder, info = while_it_is_there(run, name, keep)
     weights = Weights(label, pin, _training_of(folder, info), weights_checksum(pin))
     known = {"source": source, "checkpoint": str(folder), "iteration": info.iteration,
              "checksum": weights.checksum, "training": weights.training}  # fmt: skip

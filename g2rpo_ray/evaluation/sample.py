@@ -5,14 +5,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from g2rpo_ray.common.device import describe_device, role_device
-from g2rpo_ray.common.files import replacing, writing
+from g2rpo_ray.common.files import make_writable, replacing
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.conditioning import Conditioning
@@ -68,7 +67,7 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
             raise SampleError(f"--prompt {prompt}: it takes the text itself, and this is a file")
     switch = _switch(config, options)
     check_model(config)
-    _make_writable(folder)
+    make_writable(folder, SampleError, "--out")
     gpus, setting = config.rollout.gpus_per_worker, "rollout.gpus_per_worker"
     device = role_device(gpus, setting)
     # Beside the paths, which scripts read.
@@ -95,14 +94,6 @@ def _switch(config: Config, options: SampleOptions) -> int:
             f"--trained-steps {trained_steps}: evaluation.steps is {steps}; allowed: 0 to {steps}"
         )
     return trained_steps
-
-
-def _make_writable(folder: Path) -> None:
-    # Before anything is drawn, which takes minutes.
-    with writing(folder, SampleError, "--out"):
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            pass
 
 
 def text_encoder(config: Config, device: torch.device) -> TextEncoder:

@@ -1,6 +1,5 @@
 """The families of models that this system knows, found by what a model folder says of itself."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from g2rpo_ray.common.files import read_json_object
@@ -42,27 +41,28 @@ def open_family(folder: Path) -> Family:
     _check_scheduler(folder, cls)
     for part, expected in cls.parts.items():
         is_tokenizer = part.startswith("tokenizer")
-        config_file = "tokenizer_config.json" if is_tokenizer else "config.json"
-        if not (folder / part / config_file).is_file():
+        file = folder / part / ("tokenizer_config.json" if is_tokenizer else "config.json")
+        if not file.is_file():
             raise ModelFolderError(
-                f"{folder}: part '{part}' is missing ({part}/{config_file} not found); "
+                f"{folder}: part '{part}' is missing ({part}/{file.name} not found); "
                 f"needed parts: {', '.join(cls.parts)}"
             )
+        if is_tokenizer:
+            continue
         entry = index.get(part)
         found = entry[-1] if isinstance(entry, list) and entry else None
-        if not is_tokenizer and found != expected:
+        if found != expected:
             raise ModelFolderError(
                 f"{index_file}: part '{part}' is a {found or 'missing entry'}; the {part} of a "
                 f"{name} is a {expected}"
             )
-        if not is_tokenizer:
-            refuse_quantiser(folder / part / config_file, ModelFolderError)
+        refuse_quantiser(file, ModelFolderError)
+        _check_named(file, part, expected)
     configs = {"model_index": index}
     for name in ("transformer/config", "vae/config", "scheduler/scheduler_config", "call"):
         file = folder / f"{name}.json"
         if file.is_file():
             configs[name.partition("/")[0]] = read_json_object(file, ModelFolderError)
-    _check_named(folder, cls.parts)
     family = cls(configs)
     if problem := family.problem(folder):
         raise ModelFolderError(problem)
@@ -124,16 +124,12 @@ def _check_scheduler(folder: Path, cls: type[Family]) -> None:
         )
 
 
-def _check_named(folder: Path, parts: Mapping[str, str]) -> None:
-    """Each network's config.json says whose it is: defaults fill in what a file leaves out."""
-    for part, expected in parts.items():
-        if part.startswith("tokenizer"):
-            continue
-        file = folder / part / "config.json"
-        config = read_json_object(file, ModelFolderError)
-        named = config.get("_class_name") or config.get("model_type")
-        if named is None or (part in ("transformer", "vae") and named != expected):
-            raise ModelFolderError(
-                f"{file}: it is for a {named or 'nameless model'}, not for a {expected}; what such "
-                "a file leaves out, a library would fill in by its defaults: copy it again"
-            )
+def _check_named(file: Path, part: str, expected: str) -> None:
+    """A network's config.json says whose it is: defaults fill in what a file leaves out."""
+    config = read_json_object(file, ModelFolderError)
+    named = config.get("_class_name") or config.get("model_type")
+    if named is None or (part in ("transformer", "vae") and named != expected):
+        raise ModelFolderError(
+            f"{file}: it is for a {named or 'nameless model'}, not for a {expected}; what such "
+            "a file leaves out, a library would fill in by its defaults: copy it again"
+        )

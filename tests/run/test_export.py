@@ -258,7 +258,7 @@ def test_a_place_for_pictures_that_cannot_be_written_is_named_before_anything_is
     def refuse(**_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("g2rpo_ray.evaluation.sample.TemporaryFile", refuse)
+    monkeypatch.setattr("g2rpo_ray.common.files.TemporaryFile", refuse)
     with pytest.raises(SampleError, match="Permission denied"):
         draw(runs["full"], "last", tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -2,29 +2,14 @@
 
 from collections.abc import Sequence
 
-from g2rpo_ray.cluster.demand import (
-    Node,
-    encoder_demand,
-    evaluation_demand,
-    learner_demand,
-    overview,
-    reward_demands,
-    rollout_demand,
-    shortage,
-)
+from g2rpo_ray.cluster.demand import Node, overview, run_demands, shortage
 from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 
 
 def check_room(config: Config, nodes: Sequence[Node], grows: bool = False) -> list[Finding]:
     """What ``g2rpo train`` would wait for; where it ``grows``, an autoscaler adds nodes."""
-    demands = [
-        rollout_demand(config),
-        *evaluation_demand(config),
-        learner_demand(config),
-        *reward_demands(config),
-        *encoder_demand(config),
-    ]
+    demands = run_demands(config)
     what = overview(demands, nodes)
     if len(nodes) < config.cluster.min_nodes:
         remedy = "see why 'ray start' failed on the others, or lower cluster.min_nodes"

@@ -8,14 +8,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from g2rpo_ray.common.files import read_json_object, replace_text, replacing, whole_lines, writing
+from g2rpo_ray.common.files import (
+    make_writable,
+    read_json_object,
+    replace_text,
+    replacing,
+    whole_lines,
+    writing,
+)
 from g2rpo_ray.evaluation.scoring.pictures import Picture, ScoreError
 from g2rpo_ray.evaluation.statistics import Floats
 
@@ -54,10 +60,8 @@ class Results:
         """
         self.folder, self._log = folder, folder / "scores.jsonl"
         self.rows: dict[str, Scored] = {}
+        make_writable(folder, ScoreError, "--out")
         with writing(folder, ScoreError, "--out"):
-            folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryFile(dir=folder):
-                pass
             self._open(json.loads(json.dumps(request)))
 
     def scores_of(self, picture: Picture) -> dict[str, float]:
