@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import BertTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
+from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, renamed
 from g2rpo_ray.rewards.scorers.clip_features import ClipFeatures
 from g2rpo_ray.rewards.scorers.image_reward import build_model, rate
 from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
@@ -94,18 +94,18 @@ def to_transformers(state: Mapping[str, Tensor]) -> CLIPModel:
         projection_dim=sizes["embed_dim"],
     )
     model = CLIPModel(config)
-    renamed: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
     for name, tensor in state.items():
         value = tensor.float()
-        new = _renamed(name, [*_CLIP_NAMES, *_TOWER])
+        new = renamed(name, [*_CLIP_NAMES, *_TOWER])
         if name in ("visual.proj", "text_projection"):
             value = value.T
         if match := re.fullmatch(r"(.*)\.attn\.in_proj_(weight|bias)", new):
             for part, rows in zip("qkv", value.chunk(3), strict=True):
-                renamed[f"{match[1]}.self_attn.{part}_proj.{match[2]}"] = rows
+                found[f"{match[1]}.self_attn.{part}_proj.{match[2]}"] = rows
         else:
-            renamed[new] = value
-    missing, unexpected = model.load_state_dict(renamed, strict=False)
+            found[new] = value
+    missing, unexpected = model.load_state_dict(found, strict=False)
     assert not [*unexpected, *(name for name in missing if "position_ids" not in name)]
     return model.eval()
 
@@ -197,7 +197,7 @@ def train_image_reward(folder: Path, steps: int, families: int, seed: int) -> fl
         ).sum()
 
     fit("image_reward", model, optimizer, schedule, steps, batch_loss)
-    state = {_renamed(name, _BLIP_NAMES): tensor for name, tensor in model.state_dict().items()}
+    state = {renamed(name, _BLIP_NAMES): tensor for name, tensor in model.state_dict().items()}
     torch.save(state, folder / "ImageReward.pt")
     captions, near = source.families(512, 2).unbind(dim=1)
     with torch.no_grad():
@@ -232,12 +232,6 @@ def _blip_sizes() -> dict[str, Tensor]:
         "head.0.weight": torch.empty(32, BLIP_WIDTH),
         "head.2.weight": torch.empty(1, 32),
     }
-
-
-def _renamed(name: str, rules: list[tuple[str, str]]) -> str:
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def _worn(pictures: Tensor, generator: torch.Generator) -> Tensor:

@@ -56,6 +56,13 @@ def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
     return state
 
 
+def renamed(name: str, rules: Iterable[tuple[str, str]]) -> str:
+    """A tensor's name after (pattern, replacement), one after the other."""
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def load_weights(
     model: torch.nn.Module, state: dict[str, Tensor], source: Path, assign: bool = False
 ) -> None:

@@ -132,11 +132,16 @@ def _load(options: HpsV3Scorer.Options, device: str) -> tuple[Any, nn.ModuleDict
     Raises:
         ScorerError: a file is missing, damaged, or of another model.
     """
-    from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
+    from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights, renamed
 
     checkpoint, base = resolve_path(options.checkpoint), resolve_path(options.base)
     tokenizer = _read_tokenizer(base)
-    state = renamed(load_state_dict(checkpoint, device))
+    # lm_head writes texts, and goes.
+    state = {
+        renamed(name, RENAMED): tensor
+        for name, tensor in load_state_dict(checkpoint, device).items()
+        if not name.startswith("lm_head.")
+    }
     model = build_model(state, checkpoint, base)
     load_weights(model, state, checkpoint, assign=True)
     rows = len(state["text.embed_tokens.weight"])
@@ -159,16 +164,6 @@ def _read_tokenizer(base: Path) -> Any:
         raise ScorerError(f"{base}: its tokenizer lacks {', '.join(missing)}; expected Qwen2-VL's")
     tokenizer.add_tokens([REWARD], special_tokens=True)
     return tokenizer
-
-
-def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint's tensors under the names of ``build_model``; lm_head writes, and goes."""
-    result = {}
-    for name, tensor in state.items():
-        for pattern, replacement in RENAMED:
-            name = re.sub(pattern, replacement, name)
-        result[name] = tensor
-    return {name: tensor for name, tensor in result.items() if not name.startswith("lm_head.")}
 
 
 def build_model(state: dict[str, Tensor], checkpoint: Path, base: Path) -> nn.ModuleDict:

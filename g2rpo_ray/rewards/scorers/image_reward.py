@@ -71,12 +71,16 @@ class ImageRewardScorer(RewardScorer):
     def __init__(self, options: Options, device: str) -> None:
         import torch
 
-        from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights
+        from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, load_weights, renamed
         from g2rpo_ray.rewards.scorers.clip_features import DTYPES
         from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess
 
         checkpoint, (sizes, self._tokenizer) = resolve_path(options.checkpoint), _text_of(options)
-        state = renamed(load_state_dict(checkpoint))
+        state = {
+            renamed(name, RENAMED): tensor
+            for name, tensor in load_state_dict(checkpoint).items()
+            if not name.startswith(UNUSED) and not name.endswith("position_ids")
+        }
         self._model = build_model(state, sizes, checkpoint)
         load_weights(self._model, state, checkpoint)
         self._device, self._dtype = torch.device(device), DTYPES[options.dtype]
@@ -127,18 +131,6 @@ def rate(model: nn.ModuleDict, seen: Tensor, token_ids: Tensor, attention_mask: 
     ).last_hidden_state
     scores: Tensor = model["head"](read[:, 0].float()).squeeze(-1)
     return scores
-
-
-def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint's tensors under the names of ``build_model``."""
-    result = {}
-    for name, tensor in state.items():
-        if name.startswith(UNUSED) or name.endswith("position_ids"):
-            continue
-        for pattern, replacement in RENAMED:
-            name = re.sub(pattern, replacement, name)
-        result[name] = tensor
-    return result
 
 
 def build_model(state: dict[str, Tensor], text: dict[str, Any], source: Path) -> nn.ModuleDict:
