@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import platform
+import re
 import sys
 import tempfile
 import time
@@ -426,9 +427,8 @@ class Results:
 
 
 def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    found = re.search("^model name.*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
 def main() -> int:

@@ -123,7 +123,8 @@ def settings_page() -> str:
 def _section(path: str, section: type[BaseModel]) -> list[str]:
     inner, rows = [], []
     for name, field in section.model_fields.items():
-        sections = [t for t in _types(field.annotation) if _is_section(t)]
+        types = [t for t in _types(field.annotation) if isinstance(t, type)]
+        sections = [t for t in types if issubclass(t, BaseModel)]
         key = f"{path}{name}"
         if sections:
             by_name = "dict" in str(field.annotation)
@@ -180,7 +181,3 @@ def _type_name(annotation: Any) -> str:
 
 def _types(annotation: Any) -> list[Any]:
     return [annotation, *(inner for arg in get_args(annotation) for inner in _types(arg))]
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

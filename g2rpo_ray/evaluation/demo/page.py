@@ -227,14 +227,11 @@ def draw_both(
 def _outputs(config: Config, drawn: Drawn, base: Drawn) -> list[object]:
     first = {} if drawn is base else base.scores
     order = sorted(drawn.scores, key=lambda name: (name not in config.trained_rewards, name))
-    scores = {
-        name: {
-            "score": _number(drawn.scores[name]),
-            "base": _number(first.get(name)),
-            "why": _why_none(drawn.scores[name]),
-        }
-        for name in order
-    }
+    scores = {}
+    for name in order:
+        score = drawn.scores[name]
+        why = (score.cause or "no answer to this prompt") if isinstance(score, Unscored) else ""
+        scores[name] = {"score": _number(score), "base": _number(first.get(name)), "why": why}
     table = render(
         "demo_scores.html", "g2rpo_ray.evaluation", scores=scores, trained=config.trained_rewards
     )
@@ -244,12 +241,6 @@ def _outputs(config: Config, drawn: Drawn, base: Drawn) -> list[object]:
 
 def _number(score: Score | None) -> float | None:
     return None if isinstance(score, Unscored) else score
-
-
-def _why_none(score: Score) -> str:
-    if not isinstance(score, Unscored):
-        return ""
-    return score.cause or "no answer to this prompt"
 
 
 def describe(config: Config) -> str:
