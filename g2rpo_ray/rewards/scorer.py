@@ -42,8 +42,9 @@ class RewardScorer(ABC):
     """Whether a score depends on the prompt."""
 
     @classmethod
-    def check_files(cls, options: Section) -> None:  # noqa: ARG003  (many have none)
-        """Look at the files of ``options`` as far as that needs no model: before a run, anywhere.
+    def check_files(cls, options: Any) -> None:  # noqa: ARG003  (many have none)
+        """Look at the files of the class's own ``Options``, as far as that needs no model: before a
+        run, anywhere.
 
         Raises:
             ScorerError: one is missing or cannot be used.
@@ -51,7 +52,7 @@ class RewardScorer(ABC):
         return
 
     @classmethod
-    def check_prompt(cls, options: Section, prompt: str) -> None:  # noqa: ARG003  (many take any)
+    def check_prompt(cls, options: Any, prompt: str) -> None:  # noqa: ARG003  (many take any)
         """Look at a prompt without the model: before a run, and before pictures are scored.
 
         Raises:

@@ -26,10 +26,9 @@ class ClipScorer(RewardScorer):
     kind = "clip"
 
     @classmethod
-    def check_files(cls, options: Section) -> None:
+    def check_files(cls, options: Options) -> None:
         from g2rpo_ray.rewards.scorers.open_clip_model import find_open_clip
 
-        assert isinstance(options, ClipScorer.Options)
         find_open_clip(options.architecture, options.checkpoint)
 
     def __init__(self, options: Options, device: str) -> None:

@@ -7,7 +7,6 @@ from pydantic import Field
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.prompt_text import metadata_of
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, Tensor, wanted_of
 from g2rpo_ray.rewards.scorers.clip import ClipOptions
 from g2rpo_ray.rewards.scorers.composition_checks import (
@@ -46,17 +45,16 @@ class CompositionScorer(RewardScorer):
     kind = "composition"
 
     @classmethod
-    def check_files(cls, options: Section) -> None:
+    def check_files(cls, options: Options) -> None:
         from g2rpo_ray.rewards.scorers.open_clip_model import find_open_clip
         from g2rpo_ray.rewards.scorers.owlv2 import MODEL
         from g2rpo_ray.rewards.scorers.pretrained import read_tokenizer
 
-        assert isinstance(options, cls.Options)
         read_tokenizer(resolve_path(options.detector), MODEL)
         find_open_clip(options.clip, options.clip_checkpoint)
 
     @classmethod
-    def check_prompt(cls, options: Section, prompt: str) -> None:  # noqa: ARG003
+    def check_prompt(cls, options: Options, prompt: str) -> None:  # noqa: ARG003
         read_composition(prompt)
 
     def __init__(self, options: Options, device: str) -> None:

@@ -52,8 +52,7 @@ class HpsV3Scorer(RewardScorer):
     kind = "hpsv3"
 
     @classmethod
-    def check_files(cls, options: Section) -> None:
-        assert isinstance(options, cls.Options)
+    def check_files(cls, options: Options) -> None:
         _load(options, "meta")
 
     def __init__(self, options: Options, device: str) -> None:

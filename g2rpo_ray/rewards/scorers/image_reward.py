@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.common.tokenizers import load_tokenizer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers.clip import ClipOptions
@@ -64,8 +63,7 @@ class ImageRewardScorer(RewardScorer):
     kind = "image_reward"
 
     @classmethod
-    def check_files(cls, options: Section) -> None:
-        assert isinstance(options, cls.Options)
+    def check_files(cls, options: Options) -> None:
         _text_of(options)
 
     def __init__(self, options: Options, device: str) -> None:

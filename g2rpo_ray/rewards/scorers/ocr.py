@@ -42,13 +42,11 @@ class OcrScorer(RewardScorer):
     kind = "ocr"
 
     @classmethod
-    def check_files(cls, options: Section) -> None:
-        assert isinstance(options, cls.Options)
+    def check_files(cls, options: Options) -> None:
         _model_files(options)
 
     @classmethod
-    def check_prompt(cls, options: Section, prompt: str) -> None:
-        assert isinstance(options, cls.Options)
+    def check_prompt(cls, options: Options, prompt: str) -> None:
         wanted_texts(prompt, options.field)
 
     def __init__(self, options: Options, device: str) -> None:  # noqa: ARG002

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from g2rpo_ray.common.files import read_json_object
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.common.section import Section
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rewards.scorers.clip import ClipOptions
 
@@ -29,10 +28,9 @@ class PickscoreScorer(RewardScorer):
     kind = "pickscore"
 
     @classmethod
-    def check_files(cls, options: Section) -> None:
+    def check_files(cls, options: Options) -> None:
         from g2rpo_ray.rewards.scorers.pretrained import read_tokenizer
 
-        assert isinstance(options, cls.Options)
         read_tokenizer(resolve_path(options.path), "CLIPModel")
 
     def __init__(self, options: Options, device: str) -> None:
