@@ -1,14 +1,19 @@
 """Shared by all tests: small paths, one thread, and one Ray cluster for those that need one."""
 
 import fcntl
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
 import torch
 
-from g2rpo_ray.cluster.connect import worker_environment
+from g2rpo_ray.cluster.connect import _start_again_if_late, worker_environment
+
+# A pool of compilers starts a Python with PyTorch for each core, more than it saves on few cores.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,16 +48,18 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A private Ray on this machine; CPUs are only numbers to it, and it has no GPU."""
+    start = partial(
+        ray.init,
+        address="local",
+        num_cpus=8,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": worker_environment(())},
+    )
     # One start at a time: Ray gives up a node that is not there within 30 s.
     with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ray.init(
-            address="local",
-            num_cpus=8,
-            num_gpus=0,
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"env_vars": worker_environment(())},
-        )
+        _start_again_if_late(start)
     yield
     ray.shutdown()

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -43,10 +44,11 @@ LEAST_FAULTS = 2
 """Whatever the time limit."""
 
 
-def soak_config(run_dir: Path, address: str, iterations: int) -> Config:
-    """The quickstart, made as small as it gets."""
-    overrides = [f"run_dir={run_dir}", f"cluster.address={address}", f"iterations={iterations}"]
-    return measuring.quickstart([*measuring.settings("soak"), *overrides], ["clip"])
+def soak_config(run_dir: Path, address: str, kinds: Sequence[str], *overrides: str) -> Config:
+    """The quickstart, made as small as it gets; deadlines are short where roles are frozen."""
+    names = ["soak", "soak_freeze"] if any(it.endswith("freeze") for it in kinds) else ["soak"]
+    places = [f"run_dir={run_dir}", f"cluster.address={address}"]
+    return measuring.quickstart([*measuring.settings(*names), *places, *overrides], ["clip"])
 
 
 class Soak:
@@ -61,11 +63,11 @@ class Soak:
         self.driver_deaths: list[str] = []
         """Fault after which the driver ended by itself, for each time."""
 
-    def disturb(self, count: int, limit_s: float, driver: Driver) -> None:
+    def disturb(self, kinds: Sequence[str], limit_s: float, driver: Driver) -> None:
         """Faults in a run, one after another, begun within ``limit_s`` of its first iteration."""
         wait_for(lambda: self.moved(driver, 0), RECOVERY_LIMIT_S, "the first iteration")
         first_s = time.monotonic()
-        for kind in self.plan(count):
+        for kind in kinds:
             if len(self.faults) >= LEAST_FAULTS and time.monotonic() - first_s > limit_s:
                 print(f"out of time after {len(self.faults)} faults")
                 break
@@ -77,7 +79,7 @@ class Soak:
             seconds = time.monotonic() - started_s
             self.recovery_s[kind].append(seconds)
             print(
-                f"{len(self.faults)}/{count} {kind} ({victim}) in iteration {iteration}: "
+                f"{len(self.faults)}/{len(kinds)} {kind} ({victim}) in iteration {iteration}: "
                 f"{seconds:.1f} s"
             )
 
@@ -150,11 +152,13 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
     nodes = Nodes()
     address = nodes.cluster.address
     soak = Soak(nodes, seed)
+    kinds = soak.plan(count)
     drivers: list[Driver] = []
     try:
-        driver = Driver(folder, soak_config(folder / "disturbed", address, 100_000))
+        disturbed_dir, endless = folder / "disturbed", "iterations=100000"
+        driver = Driver(folder, soak_config(disturbed_dir, address, kinds, endless))
         drivers.append(driver)
-        soak.disturb(count, limit_s, driver)
+        soak.disturb(kinds, limit_s, driver)
         disturbed_s = time.monotonic() - started_s
         stopped = stop(driver)
         iterations = driver.iterations() + 1
@@ -163,7 +167,9 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
         driver.wait(RECOVERY_LIMIT_S)
         disturbed = json.loads((driver.run_dir / "summary.json").read_text())
         leaks = left_at_last(nodes, address)
-        quiet = Driver(folder, soak_config(folder / "quiet", address, iterations))
+        # One worker draws what two have drawn.
+        alone = (f"iterations={iterations}", "rollout.workers=1")
+        quiet = Driver(folder, soak_config(folder / "quiet", address, (), *alone))
         drivers.append(quiet)
         quiet.wait(RECOVERY_LIMIT_S + 20 * iterations)
         reference = json.loads((quiet.run_dir / "summary.json").read_text())
