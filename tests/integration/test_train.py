@@ -133,7 +133,8 @@ def test_more_workers_give_the_same_bits_as_one(
     reference: Path, start: Start, tmp_path: Path, workers: int
 ) -> None:
     run_dir = tmp_path / "run"
-    command = start(config_of(run_dir, f"rollout.workers={workers}", "rollout.cpus_per_worker=0.25"))
+    overrides = (f"rollout.workers={workers}", "rollout.cpus_per_worker=0.25")
+    command = start(config_of(run_dir, *overrides))
     assert command.wait() == 0, command.text
     assert command.left_over() == []
     assert_same_bits(run_dir, reference)
