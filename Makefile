@@ -7,7 +7,7 @@ RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 CONFIG ?= configs/quickstart.yaml
 
 # Three processes, on two cores as well: much of the time is waiting. The tests of a file share one,
-# and its Ray cluster.
+# and its Ray cluster. What they start computes with one thread: more would wait for each other.
 PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 # uv is faster, and takes PyTorch's build for the CPU where there is no card. Where an index of its own
@@ -30,7 +30,7 @@ quickstart: $(VENV)/.installed  ## train the small FLUX with G2RPO on this machi
 	$(BIN)/g2rpo train $(CONFIG) run_dir=$(RUN) $(ARGS)
 
 test: $(VENV)/.installed-dev lint  ## lint, type-check and run the tests of CI (ARGS='-k rollout' for some)
-	$(BIN)/pytest -m "not long and not gpu" $(PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not long and not gpu" $(PARALLEL) $(ARGS)
 
 test-long: $(VENV)/.installed-dev  ## whole clusters and more whole runs: Slurm, raylets, Prometheus (half an hour)
 	$(BIN)/pytest -m long $(ARGS)

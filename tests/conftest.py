@@ -1,14 +1,44 @@
 """Shared by all tests: small paths, one thread, and one Ray cluster for those that need one."""
 
 import fcntl
+import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import torch
 
-from g2rpo_ray.cluster.connect import worker_environment
+from g2rpo_ray.cluster.connect import _start_again_if_late, worker_environment
+
+# A pool of compilers starts a Python with PyTorch for each core, more than it saves on few cores.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+TOGETHER = (
+    # One group of ranks, whose processes take seconds to start.
+    ("learner/test_family_ranks.py", "learner/test_old_policy.py", "learner/test_ranks.py"),
+    # Every published network is counted once.
+    ("plan/test_plan.py", "plan/test_memory.py", "plan/test_networks.py", "test_docs_commands.py"),
+)
+"""Files that share something dear: in parallel, one process runs them one after another."""
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadfile``, with the files of ``TOGETHER`` as one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    first = {f"tests/{file}": f"tests/{files[0]}" for files in TOGETHER for file in files}
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return first.get(file, file)
+
+    return Together(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA card here"))
     long = {item.path for item in items if _takes_long(item)}
-    items.sort(key=lambda item: item.path not in long)
+    together = {Path(__file__).parent / file for files in TOGETHER for file in files}
+    items.sort(key=lambda item: (item.path not in together, item.path not in long))
 
 
 def _takes_long(item: pytest.Item) -> bool:
@@ -43,16 +74,18 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A private Ray on this machine; CPUs are only numbers to it, and it has no GPU."""
+    start = partial(
+        ray.init,
+        address="local",
+        num_cpus=8,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": worker_environment(())},
+    )
     # One start at a time: Ray gives up a node that is not there within 30 s.
     with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ray.init(
-            address="local",
-            num_cpus=8,
-            num_gpus=0,
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"env_vars": worker_environment(())},
-        )
+        _start_again_if_late(start)
     yield
     ray.shutdown()

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -42,10 +43,11 @@ LEAST_FAULTS = 2
 """Whatever the time limit."""
 
 
-def soak_config(run_dir: Path, address: str, iterations: int) -> Config:
-    """The quickstart, made as small as it gets."""
-    overrides = [f"run_dir={run_dir}", f"cluster.address={address}", f"iterations={iterations}"]
-    return measuring.quickstart([*measuring.settings("soak"), *overrides], ["clip"])
+def soak_config(run_dir: Path, address: str, kinds: Sequence[str], *overrides: str) -> Config:
+    """The quickstart, made as small as it gets; deadlines are short where roles are frozen."""
+    names = ["soak", "soak_freeze"] if any(it.endswith("freeze") for it in kinds) else ["soak"]
+    places = [f"run_dir={run_dir}", f"cluster.address={address}"]
+    return measuring.quickstart([*measuring.settings(*names), *places, *overrides], ["clip"])
 
 
 class Soak:
@@ -60,11 +62,11 @@ class Soak:
         self.driver_deaths: list[str] = []
         """Fault after which the driver ended by itself, for each time."""
 
-    def disturb(self, count: int, limit_s: float, driver: Driver) -> None:
+    def disturb(self, kinds: Sequence[str], limit_s: float, driver: Driver) -> None:
         """Faults in a run, one after another, begun within ``limit_s`` of its first iteration."""
         wait_for(lambda: self.moved(driver, 0), RECOVERY_LIMIT_S, "the first iteration")
         first_s = time.monotonic()
-        for kind in self.plan(count):
+        for kind in kinds:
             if len(self.faults) >= LEAST_FAULTS and time.monotonic() - first_s > limit_s:
                 print(f"out of time after {len(self.faults)} faults")
                 break
@@ -76,7 +78,7 @@ class Soak:
             seconds = time.monotonic() - started_s
             self.recovery_s[kind].append(seconds)
             print(
-                f"{len(self.faults)}/{count} {kind} ({victim}) in iteration {iteration}: "
+                f"{len(self.faults)}/{len(kinds)} {kind} ({victim}) in iteration {iteration}: "
                 f"{seconds:.1f} s"
             )
 
@@ -147,9 +149,11 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
     started_s, leaks = time.monotonic(), dict[str, list[str]]()
     with clean_nodes(leaks) as nodes, ExitStack() as ending:
         address, soak = nodes.cluster.address, Soak(nodes, seed)
-        driver = Driver(folder, soak_config(folder / "disturbed", address, 100_000))
+        kinds = soak.plan(count)
+        disturbed_dir, endless = folder / "disturbed", "iterations=100000"
+        driver = Driver(folder, soak_config(disturbed_dir, address, kinds, endless))
         ending.callback(driver.kill)
-        soak.disturb(count, limit_s, driver)
+        soak.disturb(kinds, limit_s, driver)
         disturbed_s = time.monotonic() - started_s
         stopped = stop(driver)
         iterations = driver.iterations() + 1
@@ -158,7 +162,9 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
         driver.wait(RECOVERY_LIMIT_S)
         disturbed = json.loads((driver.run_dir / "summary.json").read_text())
         leaks |= left_at_last(nodes, address)
-        quiet = Driver(folder, soak_config(folder / "quiet", address, iterations))
+        # One worker draws what two have drawn.
+        alone = (f"iterations={iterations}", "rollout.workers=1")
+        quiet = Driver(folder, soak_config(folder / "quiet", address, (), *alone))
         ending.callback(quiet.kill)
         quiet.wait(RECOVERY_LIMIT_S + 20 * iterations)
         reference = json.loads((quiet.run_dir / "summary.json").read_text())

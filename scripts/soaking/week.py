@@ -85,7 +85,7 @@ class Plan:
 def week_config(folder: Path, name: str, address: str, judge: Judge, iterations: int) -> Config:
     """The quickstart, made as small as it gets, with the judge as a reward."""
     overrides = [
-        *measuring.settings("soak", "soak_week"),
+        *measuring.settings("soak", "soak_freeze", "soak_week"),
         *RUNS[name],
         f"run_dir={folder / name}",
         f"cluster.address={address}",

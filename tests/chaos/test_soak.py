@@ -37,8 +37,10 @@ def soak(folder: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 90)
 def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
-    result = soak(tmp_path, "--faults", "4", "--limit-s", "60")
-    assert result["faults"] >= 2, "too few faults in the time"
+    # The faults that no smaller test has; those of single roles are in tests/rollout/test_pool.py,
+    # tests/learner/test_rebuild.py and tests/rewards/test_elasticity.py.
+    result = soak(tmp_path, "--faults", "2")
+    assert result["faults_by_kind"] == {"driver_kill": 1, "raylet_kill": 1}
     assert result["driver_deaths"] == 0, result["driver_deaths_after"]
     assert result["checksum_equal"]
     assert (result["groups_lost"], result["groups_doubled"]) == (0, 0)

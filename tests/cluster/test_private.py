@@ -187,7 +187,7 @@ def test_a_node_that_is_late_on_a_busy_machine_is_started_once_more(
             raise Exception("The current node timed out during startup.")
 
     connect._start_again_if_late(start)
-    assert left[0].wait(timeout=10) == -signal.SIGKILL
+    assert left[0].wait(timeout=60) == -signal.SIGKILL
     assert "once more" in capsys.readouterr().out
 
     def broken() -> NoReturn:

@@ -32,7 +32,7 @@ def test_train_names_what_is_wrong_before_it_starts_anything(
     environment = os.environ | {"G2RPO_PYTHON": sys.executable} | slurm | variables
     done = subprocess.run(
         ["bash", SLURM / "train.sbatch", *arguments],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert named in done.stderr.splitlines()[-1]

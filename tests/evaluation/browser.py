@@ -15,6 +15,9 @@ from websockets.sync.client import ClientConnection, connect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
+LIMIT_S = 300.0
+"""For what a busy machine does late."""
+
 
 class Tab:
     """One page of a browser."""
@@ -28,7 +31,7 @@ class Tab:
         request = {"id": self._number, "method": method, "params": parameters}
         self._connection.send(json.dumps(request))
         while True:
-            answer = json.loads(self._connection.recv(timeout=60))
+            answer = json.loads(self._connection.recv(timeout=LIMIT_S))
             if answer.get("id") == self._number:
                 assert "error" not in answer, answer
                 return answer["result"]
@@ -39,7 +42,7 @@ class Tab:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def wait_for(self, script: str, timeout_s: float = 60) -> Any:
+    def wait_for(self, script: str, timeout_s: float = LIMIT_S) -> Any:
         """Its value, once that is true."""
         end_s = time.monotonic() + timeout_s
         while not (value := self.evaluate(script)):
@@ -100,7 +103,7 @@ def browser(folder: Path) -> Iterator[Tab]:
     )  # fmt: skip
     try:
         port = folder / "DevToolsActivePort"
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + LIMIT_S
         while not (port.exists() and port.read_text().count("\n")):
             assert time.monotonic() < end_s, "the browser does not start"
             time.sleep(0.1)

@@ -47,7 +47,7 @@ class Command:
     def left_over(self) -> list[str]:
         """Command lines of processes that live on, after they had time to end."""
         with suppress(TimeoutError):
-            wait_until(lambda: not self.processes(), "the command's processes to end", 90)
+            wait_until(lambda: not self.processes(), "the command's processes to end")
         return [path.joinpath("cmdline").read_text() for path in self.processes()]
 
     def kill(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from g2rpo_ray.config import Config, config_from_dict
 from g2rpo_ray.learner.checkpoints.folders import list_checkpoints
+from g2rpo_ray.prompts.dataset import PromptOrder
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.integration.command import Command, train, wait_until
 from tests.tiny import ALONE, tiny_config
@@ -51,24 +52,13 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def finished(start: Start, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Folders of whole runs in one go, by number of rollout workers; all run at the same time."""
-    folder: Path = tmp_path_factory.mktemp("runs")
-    run_dirs = {workers: folder / f"workers_{workers}" for workers in (1, 2)}
-    commands = [
-        start(config_of(run_dir, f"rollout.workers={workers}", "rollout.cpus_per_worker=0.25"))
-        for workers, run_dir in run_dirs.items()
-    ]
-    for command in commands:
-        assert command.wait() == 0, command.text
-        assert command.left_over() == []
-    return run_dirs
-
-
-@pytest.fixture(scope="module")
-def reference(finished: dict[int, Path]) -> Path:
-    """Folder of the run with one worker."""
-    return finished[1]
+def reference(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a whole run in one go."""
+    run_dir: Path = tmp_path_factory.mktemp("runs") / "run"
+    command = start(config_of(run_dir))
+    assert command.wait() == 0, command.text
+    assert command.left_over() == []
+    return run_dir
 
 
 def results(run_dir: Path) -> list[dict[str, Any]]:
@@ -137,33 +127,65 @@ def test_a_run_leaves_what_it_promises(reference: Path) -> None:
     assert first["policy/grad_norm"] > 0
 
 
-def test_two_workers_give_the_same_bits_as_one(finished: dict[int, Path]) -> None:
-    assert_same_bits(finished[2], finished[1])
-
-
+# In CI the soak compares the weights of two workers with those of one.
 @pytest.mark.long
-def test_four_workers_give_the_same_bits_as_one(
-    reference: Path, start: Start, tmp_path: Path
+@pytest.mark.parametrize("workers", [2, 4])
+def test_more_workers_give_the_same_bits_as_one(
+    reference: Path, start: Start, tmp_path: Path, workers: int
 ) -> None:
     run_dir = tmp_path / "run"
-    command = start(config_of(run_dir, "rollout.workers=4", "rollout.cpus_per_worker=0.25"))
+    overrides = (f"rollout.workers={workers}", "rollout.cpus_per_worker=0.25")
+    command = start(config_of(run_dir, *overrides))
     assert command.wait() == 0, command.text
     assert command.left_over() == []
     assert_same_bits(run_dir, reference)
 
 
-def test_one_step_off_trains_on_groups_one_version_old(start: Start, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    command = start(config_of(run_dir, "pipeline=one_step_off"))
-    assert command.wait() == 0, command.text
+@pytest.fixture(scope="module")
+def stopped(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Command]:
+    """Of a run one step off, whose reward raises at a prompt of the fifth iteration."""
+    folder: Path = tmp_path_factory.mktemp("stopped")
+    prompts = [f"a red circle {number}" for number in range(10)]
+    scorer = {
+        "kind": "python",
+        "options": {
+            "target": "tests.rewards.fakes:ObedientScorer",
+            "options": {"log": str(folder / "calls.log")},
+        },
+        "cpus_per_replica": 0.1,
+        "retries": 1,
+    }
+    settings = ("pipeline=one_step_off", "iterations=9", f"prompts.train={folder / 'prompts.txt'}")
+    config = config_of(folder / "run", *settings, obedient=scorer)
+    order = PromptOrder(len(prompts), config.seed, config.sampling.prompts_per_iteration)
+    prompts[order.batch(4)[0]] = "raise a red circle left of a blue square"
+    (folder / "prompts.txt").write_text("\n".join(prompts))
+    command = start(config)
+    command.wait()
+    return folder / "run", command
+
+
+def test_one_step_off_trains_on_groups_one_version_old(stopped: tuple[Path, Command]) -> None:
+    run_dir, command = stopped
     trained = [record for record in read_metrics(run_dir) if record["kind"] == "train"]
-    assert [record["rollout/staleness"] for record in trained] == [0, 1, 1]
-    assert [record["weight_version"] for record in trained] == [0, 0, 1]
+    assert len(trained) >= ITERATIONS, command.text
+    assert [record["rollout/staleness"] for record in trained[:3]] == [0, 1, 1]
+    assert [record["weight_version"] for record in trained[:3]] == [0, 0, 1]
     # The old log-probabilities are the drawing weights': with newer ones the ratio is not 1.
     assert [record["policy/first_max_abs_log_ratio"] > 1e-5 for record in trained[:2]] == [
         False,
         True,
     ]
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_name(stopped: tuple[Path, Command]) -> None:
+    _, command = stopped
+    assert command.wait() == 1, command.text
+    message = command.text[command.text.index("g2rpo: ") :]
+    assert "reward 'obedient' has no usable score" in message
+    assert "'raise a red circle" in message
+    assert "ZeroDivisionError: the scorer's own bug" in message
+    assert "Traceback" not in message
     assert command.left_over() == []
 
 
@@ -198,27 +220,4 @@ def test_more_workers_than_cpus_is_said_at_once(start: Start, tmp_path: Path) ->
     assert "rollout.workers=500 asks for 250" in command.text
     assert "learner.ranks=1 asks for 0.25" in command.text
     assert "Traceback" not in command.text
-    assert command.left_over() == []
-
-
-def test_a_reward_that_raises_stops_the_run_with_its_name(start: Start, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("raise a red circle left of a blue square\n")
-    scorer = {
-        "kind": "python",
-        "options": {
-            "target": "tests.rewards.fakes:ObedientScorer",
-            "options": {"log": str(tmp_path / "calls.log")},
-        },
-        "cpus_per_replica": 0.1,
-        "retries": 1,
-    }
-    config = config_of(tmp_path / "run", f"prompts.train={prompts}", obedient=scorer)
-    command = start(config)
-    assert command.wait() == 1, command.text
-    message = command.text[command.text.index("g2rpo: ") :]
-    assert "reward 'obedient' has no usable score" in message
-    assert "'raise a red circle" in message
-    assert "ZeroDivisionError: the scorer's own bug" in message
-    assert "Traceback" not in message
     assert command.left_over() == []

@@ -10,10 +10,8 @@ from torch import Tensor
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.models.weights import receipt, word_sums
 from g2rpo_ray.sampling.group import RolloutGroup
-from tests.learner.test_ranks import ROUNDING, Ranks, part, ranks, relative_error, run_dir
+from tests.learner.rank_groups import ROUNDING, Ranks, part, relative_error
 from tests.tiny import draw_groups, encode, equal_weights, tiny_config
-
-__all__ = ["ranks", "run_dir"]
 
 NFT = [
     "algorithm=diffusion_nft",

@@ -1,128 +1,26 @@
 """The learner on real DeepSpeed ranks: what it computes depends on neither ranks nor sharding."""
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import ray
 import torch
-from ray.actor import ActorHandle
-from torch import Tensor
 
-from g2rpo_ray.cluster.connect import free_address
-from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
-from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
-from g2rpo_ray.learner.worker import Learner
-from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.weights import WeightMismatchError
 from g2rpo_ray.sampling.group import RolloutGroup
+from tests.learner.rank_groups import ROUNDING, Ranks, State, part, relative_error
 from tests.tiny import draw_groups, encode, equal_weights, tiny_config
 
-ROUNDING = 1e-5
-"""Relative error (Frobenius norm over all weights) that a float32 sum in another order makes."""
 MODES = {
     "full": ["learner.update=per_iteration"],
     "lora": ["learner.update=per_sde_step", "model.lora.rank=4", "learner.learning_rate=1e-3"],
 }
-
-State = dict[str, Tensor]
-
-
-class Rank(Learner):
-    """A rank that starts anew with other settings: a process takes seconds, an engine none."""
-
-    def restart(self, config: Config, address: str, port: int, checkpoint: Path | None) -> str:
-        self.config = config
-        return self.start(address, port, checkpoint)
-
-    def shard_sums(self) -> list[int]:
-        return self.engine.weight_shard_sums()
-
-    def state_parts(self) -> list[StatePart]:
-        return self.engine.state_parts()
-
-    def update_without_compiler(self, groups: list[ray.ObjectRef]) -> UpdateReport:
-        """An update on a machine where torch.compile cannot work."""
-        torch._dynamo.reset()
-        failure = RuntimeError("no compiler for this card")
-        with mock.patch("torch._inductor.compile_fx.compile_fx", side_effect=failure):
-            return self.update(groups)
-
-    def step_with_gradient(self, value: float) -> float:
-        """An optimizer step on a gradient that is ``value`` everywhere."""
-        dtype = next(self.engine.policy.parameters()).dtype
-        texts = {"t5": torch.zeros(10, 64, dtype=dtype), "pooled": torch.zeros(64, dtype=dtype)}
-        embeds = Conditioning(texts)
-        latents = torch.zeros(1, *self.engine.policy.shape.packed)
-        velocity = self.engine(latents, torch.ones(1), embeds)
-        self.engine.backward(velocity.sum() * value, last=True)
-        return self.engine.step()
-
-
-@dataclass
-class Ranks:
-    """Learner processes that form one process group, driven as LearnerGroup drives them."""
-
-    run_dir: Path
-    actors: list[ActorHandle]
-    meeting: tuple[str, int]
-
-    def call(self, method: str, *arguments: object) -> list[Any]:
-        return ray.get([getattr(a, method).remote(*arguments) for a in self.actors], timeout=480)
-
-    def save(self, folder: Path, info: CheckpointInfo) -> None:
-        self.call("begin_save", folder, info)
-        self.call("finish_save")
-
-    def start(self, *overrides: str, checkpoint: Path | None = None) -> None:
-        count = f"learner.ranks={len(self.actors)}"
-        self.start_as(tiny_config(self.run_dir, count, *overrides), checkpoint)
-
-    def start_as(self, config: Config, checkpoint: Path | None = None) -> None:
-        self.call("restart", config, *self.meeting, checkpoint)
-
-    def update(self, groups: list[RolloutGroup]) -> list[UpdateReport]:
-        reports: list[UpdateReport] = self.call("update", [ray.put(group) for group in groups])
-        return reports
-
-    def state(self) -> State:
-        """Put together from the ranks' parts, each of which must be there once."""
-        state: State = {}
-        for part in (part for parts in self.call("state_parts") for part in parts):
-            whole = state.setdefault(part.key, torch.full((math.prod(part.shape),), torch.nan))
-            place = whole[part.start : part.start + len(part.data)]
-            assert place.isnan().all()
-            place.copy_(part.data)
-        assert not any(whole.isnan().any() for whole in state.values())
-        return state
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("run")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def ranks(ray_cluster: None, run_dir: Path) -> Iterator[dict[int, Ranks]]:  # noqa: ARG001
-    """A group of one rank and a group of two."""
-    groups = {}
-    for count in (1, 2):
-        config = tiny_config(run_dir, f"learner.ranks={count}")
-        actors = [ray.remote(Rank).options(num_cpus=0.5).remote(config, r) for r in range(count)]
-        meeting = ray.get(actors[0].__ray_call__.remote(free_address))
-        groups[count] = Ranks(run_dir, actors, meeting)
-    yield groups
-    for group in groups.values():
-        for actor in group.actors:
-            ray.kill(actor)
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -148,14 +46,6 @@ def expected(
         reports = ranks[1].update(groups[:prompts])
         results[prompts] = (ranks[1].state(), reports[0].grad_norms)
     return results
-
-
-def part(state: State, prefix: str) -> Tensor:
-    return torch.cat([state[name].flatten() for name in sorted(state) if name.startswith(prefix)])
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
 
 
 def start_and_update(

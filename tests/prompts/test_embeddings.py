@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -37,6 +38,8 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 PROMPTS = ["a red circle", "红色圆圈", "قطة", "a 🐈‍⬛", "a blue square", "a red circle", "a cross"]
 OPTIONS = EmbedOptions(workers=2, cpus_per_worker=0.5, shard_size=3)
+ONE = replace(OPTIONS, workers=1)
+"""Their number changes nothing of what is written, and each takes seconds to start."""
 
 
 def text_file(folder: Path) -> Path:
@@ -232,17 +235,17 @@ def test_a_killed_command_goes_on(
     monkeypatch.setattr(embed_module, "_shard_rows", dying)
     config, source, out = tiny_config(tmp_path), str(text_file(tmp_path)), tmp_path / "out"
     with pytest.raises(RunError, match="killed"):
-        run(config, source, out, Selection(), OPTIONS)
+        run(config, source, out, Selection(), ONE)
     assert not (out / "manifest.json").exists()
     other = EmbedOptions(shard_size=2)
     with pytest.raises(EmbedError, match="was begun with other shard_size"):
         run(config, source, out, Selection(), other)
-    run(config, source, out, Selection(), OPTIONS)
+    run(config, source, out, Selection(), ONE)
     assert sorted(made) == [0, 1, 2]
     again, whole = (json.loads((f / "manifest.json").read_text()) for f in (out, embedded))
     assert again["files"] == whole["files"]
     with pytest.raises(EmbedError, match="holds embeddings already, complete"):
-        run(config, source, out, Selection(), OPTIONS)
+        run(config, source, out, Selection(), ONE)
 
 
 def test_a_full_disk_is_said_before_anything_is_encoded(

@@ -262,7 +262,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
         "-keyout", str(file), "-out", str(file.with_suffix(".crt")),
     ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     file.write_text(file.read_text() + file.with_suffix(".crt").read_text())
     return file
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,64 @@ HANGS = ("rollout.timeout_s=6", "rollout.min_deadline_s=3")
 """For what hangs alone: healthy workers may be slow, on a slow machine."""
 
 
+def hire(_avoided: Sequence[str]) -> Any:
+    return actor_class(StubWorker).options(num_cpus=0.25).remote()
+
+
+@dataclass
+class Shared:
+    """A pool of two for many tests, since workers take seconds to start; each sees what is new."""
+
+    pool: RolloutPool
+    folder: Path
+    told: list[str]
+    lost_before: int = 0
+    repeats_before: int = 0
+
+    def ready(self) -> "Shared":
+        """Whole again after the test before; counts and words start anew."""
+        self.pool.wait_until_ready()
+        self.told.clear()
+        self.lost_before, self.repeats_before = self.pool.replacements, self.pool.repeats
+        return self
+
+    @property
+    def replacements(self) -> int:
+        return self.pool.replacements - self.lost_before
+
+    @property
+    def repeats(self) -> int:
+        return self.pool.repeats - self.repeats_before
+
+
+def shared(folder: Path, *overrides: str) -> Iterator[Shared]:
+    told: list[str] = []
+    config = tiny_config(folder / "run", "rollout.workers=2", *overrides)
+    pool = RolloutPool(config, folder, told.append, hire=hire)  # type: ignore[arg-type]
+    yield Shared(pool, folder, told)
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def patient_pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:  # noqa: ARG001
+    yield from shared(tmp_path_factory.mktemp("patient"))
+
+
+@pytest.fixture(scope="module")
+def strict_pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:  # noqa: ARG001
+    yield from shared(tmp_path_factory.mktemp("strict"), *HANGS)
+
+
+@pytest.fixture
+def patient(patient_pool: Shared) -> Shared:
+    return patient_pool.ready()
+
+
+@pytest.fixture
+def strict(strict_pool: Shared) -> Shared:
+    return strict_pool.ready()
+
+
 @pytest.fixture
 def told() -> list[str]:
     return []
@@ -34,9 +93,6 @@ def told() -> list[str]:
 @pytest.fixture
 def pools(tmp_path: Path, told: list[str]) -> Iterator[Pools]:
     made: list[RolloutPool] = []
-
-    def hire(_avoided: Sequence[str]) -> Any:
-        return actor_class(StubWorker).options(num_cpus=0.25).remote()
 
     def make(*overrides: str, **options: Any) -> RolloutPool:
         config = tiny_config(tmp_path / "run", *overrides)
@@ -60,6 +116,22 @@ def expected(count: int) -> tuple[list[int], list[str]]:
     return ids, [f"group {number}" for number in ids]
 
 
+def test_workers_that_wait_for_a_slow_scorer_are_not_replaced(
+    strict: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("g2rpo_ray.rollout.waits.WAIT_LINE_S", 5.0)
+
+    def scored_when_asked_after(_done: int, _total: int) -> None:
+        # They are asked when their time is over, and a line says whom they wait for.
+        if strict.told:
+            (strict.folder / "scored").touch()
+
+    prompts = [ray.put("always scored")] * 2
+    strict.pool.generate(prompts, 3, scored_when_asked_after)
+    assert (strict.replacements, strict.repeats) == (0, 0)
+    assert "waiting for reward 'judge', 6 s so far" in strict.told[0]
+
+
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
@@ -74,33 +146,13 @@ def expected(count: int) -> tuple[list[int], list[str]]:
     ],
 )
 def test_a_worker_that_fails_is_replaced_and_its_group_drawn_elsewhere(
-    pools: Pools, told: list[str], wish: str, said: str, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, wish: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("g2rpo_ray.rollout.watchdog.PING_S", 5.0)
-    pool = pools("rollout.workers=2", *(HANGS if wish in ("freeze", "hang") else ()))
-    pool.wait_until_ready()
-    assert generate(pool, "well", wish, "well", "well") == expected(4)
-    assert (pool.replacements, pool.repeats) == (1, 1)
-    assert said in " ".join(told)
-
-
-def test_workers_that_wait_for_a_slow_scorer_are_not_replaced(
-    pools: Pools, told: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("g2rpo_ray.rollout.waits.WAIT_LINE_S", 5.0)
-    pool = pools("rollout.workers=2", *HANGS)
-    pool.wait_until_ready()
-    told.clear()
-
-    def scored_when_asked_after(_done: int, _total: int) -> None:
-        # They are asked when their time is over, and a line says whom they wait for.
-        if told:
-            (tmp_path / "scored").touch()
-
-    prompts = [ray.put("always scored")] * 2
-    pool.generate(prompts, 3, scored_when_asked_after)
-    assert (pool.replacements, pool.repeats) == (0, 0)
-    assert "waiting for reward 'judge', 6 s so far" in told[0]
+    two = request.getfixturevalue("strict" if wish in ("freeze", "hang") else "patient")
+    assert generate(two.pool, "well", wish, "well", "well") == expected(4)
+    assert (two.replacements, two.repeats) == (1, 1)
+    assert said in " ".join(two.told)
 
 
 def test_a_prompt_is_handed_out_with_its_embeddings(pools: Pools, tmp_path: Path) -> None:
@@ -123,30 +175,27 @@ def test_a_prompt_is_handed_out_with_its_embeddings(pools: Pools, tmp_path: Path
     assert pool.encoder_wait_s > 0
 
 
-def test_an_encoder_that_fails_costs_no_worker(pools: Pools) -> None:
+def test_an_encoder_that_fails_costs_no_worker(patient: Shared) -> None:
     @ray.remote(num_cpus=0, max_retries=0)
     def encode() -> str:
         raise ZeroDivisionError("no tokens")
 
-    pool = pools("rollout.workers=2")
     with pytest.raises(SupplyError, match=r"prompt encoder.*ZeroDivisionError: no tokens"):
-        pool.generate([encode.remote()], 3, lambda *_: None)
-    assert pool.replacements == 0
+        patient.pool.generate([encode.remote()], 3, lambda *_: None)
+    assert patient.replacements == 0
 
 
-def test_an_encoder_that_hangs_is_named_and_costs_no_worker(pools: Pools) -> None:
+def test_an_encoder_that_hangs_is_named_and_costs_no_worker(strict: Shared) -> None:
     @ray.remote(num_cpus=0)
     def encode() -> str:
         time.sleep(3600)
         return ""
 
-    pool = pools("rollout.workers=2", *HANGS)
-    pool.wait_until_ready()
     hangs = encode.remote()
     with pytest.raises(SupplyError, match=r"1 of 2 prompts have no embeddings.*prompt encoder"):
-        pool.generate([ray.put("well"), hangs], 3, lambda *_: None)
+        strict.pool.generate([ray.put("well"), hangs], 3, lambda *_: None)
     ray.cancel(hangs, force=True)
-    assert pool.replacements == 0
+    assert strict.replacements == 0
 
 
 def test_a_newcomer_gets_weights_while_the_learner_is_busy(pools: Pools, told: list[str]) -> None:
@@ -177,21 +226,19 @@ def test_a_group_that_fails_everywhere_stops_the_run_with_the_log(
     assert "node's memory now" in told[-1]
 
 
-def test_broken_latents_of_two_workers_are_the_weights_fault(pools: Pools) -> None:
-    pool = pools("rollout.workers=2")
+def test_broken_latents_of_two_workers_are_the_weights_fault(patient: Shared) -> None:
     with pytest.raises(RolloutError, match="latents are not finite"):
-        generate(pool, "always nan", "well")
-    assert pool.replacements == 1
+        generate(patient.pool, "always nan", "well")
+    assert patient.replacements == 1
 
 
 @pytest.mark.parametrize(("prompt", "broken"), [("broken once", 0), ("always broken", 1)])
 def test_broken_held_out_pictures_are_drawn_on_a_second_worker(
-    pools: Pools, prompt: str, broken: int
+    patient: Shared, prompt: str, broken: int
 ) -> None:
-    pool = pools("rollout.workers=2")
-    (result,) = pool.evaluate([ray.put(prompt)], lambda *_: None)
+    (result,) = patient.pool.evaluate([ray.put(prompt)], lambda *_: None)
     assert result.broken_pictures == broken
-    assert pool.replacements == 1
+    assert patient.replacements == 1
 
 
 def test_the_others_do_not_wait_for_a_dead_worker(pools: Pools) -> None:
@@ -232,27 +279,21 @@ def test_a_replacement_has_the_current_weights_before_its_first_work(
     assert [line.split()[2] for line in (tmp_path / "done").read_text().splitlines()] == ["5", "5"]
 
 
-def test_a_worker_with_a_wrong_checksum_is_replaced(
-    pools: Pools, told: list[str], tmp_path: Path
-) -> None:
-    pool = pools("rollout.workers=2")
-    pool.wait_until_ready()
-    (tmp_path / "may garble").touch()
-    assert pool.sync(send).version == 5
-    assert "another checksum" in told[0]
-    assert generate(pool, "well", "well") == expected(2)
+def test_a_worker_with_a_wrong_checksum_is_replaced(patient: Shared) -> None:
+    (patient.folder / "may garble").touch()
+    assert patient.pool.sync(send).version == 5
+    assert "another checksum" in patient.told[0]
+    assert patient.replacements == 1
+    assert generate(patient.pool, "well", "well") == expected(2)
 
 
-def test_a_sync_that_nobody_can_be_blamed_for_stops_the_run(pools: Pools) -> None:
-    pool = pools("rollout.workers=1")
-    pool.wait_until_ready()
-
+def test_a_sync_that_nobody_can_be_blamed_for_stops_the_run(patient: Shared) -> None:
     def fail(_receivers: Sequence[Peer]) -> WeightReceipt:
         raise WeightSyncError("sent no tensor")
 
     with pytest.raises(WeightSyncError, match="sent no tensor"):
-        pool.sync(fail)
-    assert pool.replacements == 0
+        patient.pool.sync(fail)
+    assert patient.replacements == 0
 
 
 def test_workers_that_find_no_place_are_named_with_what_is_free(pools: Pools) -> None:

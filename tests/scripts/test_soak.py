@@ -1,5 +1,6 @@
 """scripts/soaking/faults.py: what counts against a run. Whole soaks are in tests/chaos."""
 
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -45,14 +46,23 @@ def wait_for(condition: Any) -> None:
 def disturbed(soak: ModuleType, kinds: list[str], driver: FakeDriver, limit_s: float = 60.0) -> Any:
     nodes = SimpleNamespace(kill_second=lambda: None, add_second=lambda: None)
     run = soak.Soak(nodes, 0)
-    run.plan = lambda _: kinds
-    run.disturb(len(kinds), limit_s, driver)
+    run.disturb(kinds, limit_s, driver)
     return run
 
 
 def test_two_faults_are_made_whatever_the_limit(soak: ModuleType) -> None:
     run = disturbed(soak, ["raylet_kill"] * 4, FakeDriver(), limit_s=-1.0)
     assert len(run.faults) == 2
+
+
+def test_only_what_is_frozen_gets_short_deadlines(tmp_path: Path) -> None:
+    killed, frozen = (
+        faults.soak_config(tmp_path / "run", "here:1", ["rank_kill", other])
+        for other in ("worker_kill", "worker_freeze")
+    )
+    assert (frozen.rollout.timeout_s, frozen.learner.min_deadline_s) == (30, 8)
+    assert killed.rollout.timeout_s > 300 < killed.learner.timeout_s
+    assert killed.rewards["clip"].health_timeout_s > frozen.rewards["clip"].health_timeout_s
 
 
 def test_a_driver_that_is_killed_on_purpose_has_not_died(soak: ModuleType) -> None:

@@ -10,11 +10,9 @@ from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.run.export import export
 from g2rpo_ray.run.weights import trained_kind
-from tests.learner.test_ranks import ROUNDING, Ranks, part, ranks, relative_error, run_dir
+from tests.learner.rank_groups import ROUNDING, Ranks, part, relative_error
 from tests.models.families.folders import TINY, family_config, tiny_folder
 from tests.tiny import draw_groups, encode
-
-__all__ = ["ranks", "run_dir"]
 
 # One family with two passes in CI; the learner asks the others the same through `Family`.
 NAMES = [
