@@ -57,15 +57,17 @@ class RolloutSection(Section):
     """Compile the network's blocks and the VAE's decoder (``torch.compile``); none: on a GPU. Where
     compiling fails, a warning is printed and the run goes on without it."""
     compile_cache: str | None = None
-    """Folder of compiled code, shared by workers and runs; none is PyTorch's temporary one."""
+    """Folder of compiled code, shared by workers, ranks and runs; it may be deleted at any time.
+    none: ``TORCHINDUCTOR_CACHE_DIR`` if that is set, else ``~/.cache/g2rpo_ray/compiled`` of each
+    node (``XDG_CACHE_HOME``), or a temporary one of PyTorch's where that cannot be written."""
     attention: str | None = None
     """``cudnn``, ``flash``, ``efficient`` or ``math`` of PyTorch's SDPA, or a backend of diffusers
     (``sage``, ``_flash_3``, ...); none: cudnn on a GPU."""
     speed: Literal["exact", "balanced", "fast"] | None = None
-    """A measured way to compute completions, which estimate a reward. It sets ``fp8``,
-    ``fp8_above_sigma`` and ``thin_completions``; none leaves these to you. On FLUX.1-dev: ``exact``,
-    2.5 times as fast as the published order; ``balanced``, 3.8 times, with a rank correlation of
-    0.974 to exact advantages inside groups; ``fast``, 5.0 times, with 0.962."""
+    """A measured way to compute completions, which estimate a reward: it sets ``fp8``,
+    ``fp8_above_sigma`` and ``thin_completions``; none leaves these to you. Against the published
+    order, FLUX.1-dev: ``exact`` is 2.5 times as fast; ``balanced`` 3.8 times, its advantages'
+    rank correlation with exact ones inside groups 0.974; ``fast`` 5.0 times, 0.962."""
     fp8: bool = False
     """Completions compute their matrix products from 8-bit numbers: docs/performance.md has the
     price. The anchor, whose velocities are trained on, never does."""

@@ -347,6 +347,6 @@ class Config(Section):
         if rollout.fp8 and rollout.gpus_per_worker and self.model.dtype != "bfloat16":
             # PyTorch's kernels add no bias to a float32 answer.
             raise ValueError(
-                f"{rollout.asked('fp8')}, and model.dtype is {self.model.dtype}: on a card products "
-                "of float8 numbers need model.dtype: bfloat16; set it, or leave the other out"
+                f"{rollout.asked('fp8')}, and model.dtype is {self.model.dtype}: on a card float8 "
+                "products need model.dtype: bfloat16; set it, or leave the other out"
             )

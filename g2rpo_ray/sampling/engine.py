@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -52,6 +51,7 @@ class RolloutEngine:
         Raises:
             ModelFolderError: the model cannot be loaded.
             AttentionBackendError: ``rollout.attention`` is unknown or not installed.
+            CompileCacheError: ``rollout.compile_cache`` cannot be written.
             Float8Error: ``rollout.fp8`` on a card without such products.
             DeviceMemoryError: the device's memory does not suffice.
         """
@@ -126,10 +126,8 @@ class RolloutEngine:
 
     def _compile(self) -> bool:
         """Compile and meet every shape once; whether it worked."""
-        folder = self.config.rollout.compile_cache
-        cache = Path(folder).expanduser() if folder else None
         for policy in self._policies:
-            compile_blocks(policy, cache, trained=False)
+            compile_blocks(policy, self.config.rollout.compile_cache, trained=False)
         compile_decoder(self.decoder.vae.decoder)
         try:
             self._meet_all_shapes()
