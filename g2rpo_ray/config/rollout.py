@@ -100,7 +100,8 @@ class RolloutSection(Section):
     @property
     def speed_in_words(self) -> str:
         """How completions are computed, by the name of that point where it has one."""
-        ways = [f"float8 products above noise level {self.fp8_above_sigma:g}"] * self.fp8
+        above = self.fp8_above_sigma
+        ways = ["float8 products" + f" above noise level {above:g}" * (above > 0)] * self.fp8
         ways += ["thin completions"] * self.thin_completions
         found = {key: getattr(self, key) for key in SPEEDS["exact"]}
         name = next((name for name, settings in SPEEDS.items() if settings == found), "")
