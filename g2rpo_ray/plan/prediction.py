@@ -176,12 +176,12 @@ class Predictor:
         """
         config, work, costs = self.config, self.work, self.costs
         counts = work.counts
+        evaluating_s = self._evaluating_s()
         decode = costs.pass_cost(self._as_rollout("decode", "decode_compiled"))
         in_request = counts.pictures / work.requests
         decode_passes = work.requests * math.ceil(in_request / config.rollout.decode_batch_size)
-        drawing_s = self._evaluating_s() + decode.time_s(
-            decode_passes, counts.pictures * self.size.decode.tflop
-        )
+        decoding_s = decode.time_s(decode_passes, counts.pictures * self.size.decode.tflop)
+        drawing_s = evaluating_s + decoding_s
         prompts = config.sampling.prompts_per_iteration
         rounds = math.ceil(prompts / drawing_cards)
         requests = {
