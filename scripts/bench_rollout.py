@@ -2,7 +2,7 @@
 
     python scripts/bench_rollout.py --json rollout.json                       # one card
     python scripts/bench_rollout.py --json rollout.json --cards 1,2,4 g2rpo.sde_steps=[0,1]
-    python scripts/bench_rollout.py --json rollout.json --variants exact,fp8+thin
+    python scripts/bench_rollout.py --json rollout.json --variants exact,fast
     python scripts/bench_rollout.py --json rollout.json --tiny                # CPU, a minute
 
 The published order draws one image at a time: the anchor, then for every SDE step, member and
@@ -29,6 +29,7 @@ from torch import Tensor
 
 import measuring
 from g2rpo_ray.config import Config
+from g2rpo_ray.config.rollout import SPEEDS
 from g2rpo_ray.maths.granularity import completion_indices, count_published_order
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
 from g2rpo_ray.models.families import open_family
@@ -43,11 +44,9 @@ from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.training.roles import launch_rollout
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "exact": {},
+    **SPEEDS,
     "fp8": {"fp8": True},
     "thin": {"thin_completions": True},
-    "fp8+thin": {"fp8": True, "thin_completions": True},
-    "early-fp8+thin": {"fp8": True, "fp8_above_sigma": 0.5, "thin_completions": True},
 }
 """Name -> settings of ``rollout``."""
 PUBLISHED = (0, 3, 7)

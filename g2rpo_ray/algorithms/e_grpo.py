@@ -3,10 +3,7 @@
 from functools import cached_property
 
 from g2rpo_ray.algorithms.g2rpo import G2rpo
-from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.maths.step_choice import merged_spans
-from g2rpo_ray.models.families import latents_of, open_family
 
 
 class EGrpo(G2rpo):
@@ -21,14 +18,9 @@ class EGrpo(G2rpo):
 
     @cached_property
     def _spans(self) -> list[range]:
-        # The driver asks, too, and has no policy: only the model folder's configuration is read.
         sampling, recipe = self.config.sampling, self.config.e_grpo
-        sigmas = static_shift_schedule(sampling.steps, sampling.shift)
-        if sampling.schedule == "dynamic":
-            family = open_family(resolve_path(self.config.model.path))
-            sigmas = family.schedule(sampling.steps, latents_of(self.config, family))
         return merged_spans(
-            sigmas, sampling.sde, sampling.eta, recipe.first, recipe.entropy_threshold
+            self.sigmas, sampling.sde, sampling.eta, recipe.first, recipe.entropy_threshold
         )
 
     def trained_in_words(self, iteration: int) -> str:  # noqa: ARG002

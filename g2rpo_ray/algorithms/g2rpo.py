@@ -1,13 +1,18 @@
 """G2RPO: singular stochastic sampling, completed on several granularities (arXiv 2510.01982)."""
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from g2rpo_ray.algorithms.base import Algorithm, Draw
-from g2rpo_ray.maths.granularity import RolloutCounts, count_g2rpo
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.maths.granularity import RolloutCounts, branch_plan, count_g2rpo
+from g2rpo_ray.maths.schedule import static_shift_schedule
 from g2rpo_ray.maths.sde import SdeStep
 from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.families import latents_of, open_family
 from g2rpo_ray.sampling.group import GroupKey
 from g2rpo_ray.sampling.sampler import Sampler
 
@@ -52,6 +57,28 @@ class G2rpo(Algorithm):
             granularities=len(self.granularities),
             finished=(([position], x0) for position, x0 in completions),
         )
+
+    def float8_evaluations(self) -> int:
+        """Of a prompt: those that ``rollout.fp8`` computes."""
+        rollout, steps = self.config.rollout, self.config.sampling.steps
+        if not rollout.fp8:
+            return 0
+        branches = [
+            branch_plan(steps, span[-1], self.granularities, rollout.thin_completions)
+            for span in self.spans()
+        ]
+        levels = [float(self.sigmas[index]) for branch in branches for index in branch.indices]
+        return self.config.sampling.members * sum(s > rollout.fp8_above_sigma for s in levels)
+
+    @cached_property
+    def sigmas(self) -> Tensor:
+        """The schedule ``[T + 1]``."""
+        # The driver asks, too, and has no policy: only the model folder's configuration is read.
+        sampling = self.config.sampling
+        if sampling.schedule == "static":
+            return static_shift_schedule(sampling.steps, sampling.shift)
+        family = open_family(resolve_path(self.config.model.path))
+        return family.schedule(sampling.steps, latents_of(self.config, family))
 
     def counts(self, iteration: int) -> RolloutCounts:  # noqa: ARG002
         sampling, thin = self.config.sampling, self.config.rollout.thin_completions

@@ -10,6 +10,10 @@ HELP = "train a model with a configuration"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
+    parser.epilog = (
+        "rollout.speed=balanced or fast completes pictures in less time, at a measured price: "
+        "docs/performance.md"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",

@@ -335,12 +335,18 @@ class Config(Section):
         for key in ("fp8", "thin_completions"):
             if getattr(rollout, key) and self.algorithm not in BRANCHING:
                 raise ValueError(
-                    f"rollout.{key} is true and algorithm is {self.algorithm}: only algorithm: "
-                    "g2rpo and e_grpo have evaluations that are not trained on"
+                    f"{rollout.asked(key)}, and algorithm is {self.algorithm}: only algorithm: "
+                    "g2rpo and e_grpo have evaluations that are not trained on; leave it out"
                 )
         thin = rollout.thin_completions and self.algorithm == "g2rpo"
         if thin and 1 not in granularities:
             raise ValueError(
-                f"rollout.thin_completions is true and g2rpo.granularities is {granularities}; it "
-                "changes granularity 1 alone"
+                f"{rollout.asked('thin_completions')}, and g2rpo.granularities is {granularities}: "
+                "it changes granularity 1 alone; leave it out"
+            )
+        if rollout.fp8 and rollout.gpus_per_worker and self.model.dtype != "bfloat16":
+            # PyTorch's kernels add no bias to a float32 answer.
+            raise ValueError(
+                f"{rollout.asked('fp8')}, and model.dtype is {self.model.dtype}: on a card float8 "
+                "products need model.dtype: bfloat16; set it, or leave the other out"
             )

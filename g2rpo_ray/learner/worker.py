@@ -84,7 +84,7 @@ class Learner:
         guided = not settings.unguided
         policy = load_policy(self.config, self.device, guided=guided, load=frozen)
         if settings.compile:
-            compile_blocks(policy, cache=None)
+            compile_blocks(policy, self.config.rollout.compile_cache)
         old_policy = self.config.draws_average
         if checkpoint is None:
             self.engine = LearnerEngine(policy, settings, old_policy=old_policy)

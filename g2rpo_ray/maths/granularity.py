@@ -72,9 +72,15 @@ class PlanNode:
         return 1 + max((child.depth for child in self.children.values()), default=0)
 
     @property
+    def indices(self) -> list[int]:
+        """Schedule indices of all evaluations in the tree below and including this node."""
+        below = [index for child in self.children.values() for index in child.indices]
+        return [self.index, *below]
+
+    @property
     def evaluations(self) -> int:
         """Evaluations in the whole tree below and including this node."""
-        return 1 + sum(child.evaluations for child in self.children.values())
+        return len(self.indices)
 
 
 def branch_plan(

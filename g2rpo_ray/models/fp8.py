@@ -6,6 +6,7 @@ rounding are one kernel where the blocks are compiled. Modulations, which run on
 """
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,20 +24,18 @@ class Float8Error(InputError):
     """The card has no such products of float8 numbers; the message names the setting."""
 
 
-def check_float8(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises Float8Error for a card that cannot multiply float8 numbers, or not into ``dtype``."""
+def check_float8(device: torch.device, asked: str) -> None:
+    """Raises Float8Error for a card that cannot multiply float8 numbers; ``asked`` says who wants
+    such products, see ``RolloutSection.asked``."""
     if device.type != "cuda":
         return
-    if dtype != torch.bfloat16:
-        # PyTorch's kernels add no bias to a float32 answer.
-        raise Float8Error("rollout.fp8 on a card needs model.dtype=bfloat16; set one or the other")
     found = torch.cuda.get_device_capability(device)
     if found < FIRST_CAPABILITY:
         found_text, needed = (".".join(map(str, c)) for c in (found, FIRST_CAPABILITY))
         raise Float8Error(
-            f"rollout.fp8: this card has compute capability {found_text}, and products of float8 "
-            f"numbers need {needed} (L40S, H100 and newer); set rollout.fp8=false, or choose other "
-            "cards by rollout.label_selector"
+            f"{asked}: this card has compute capability {found_text}, and products of float8 "
+            f"numbers need {needed} (L40S, H100 and newer); leave it out, or choose other cards by "
+            "rollout.label_selector"
         )
 
 
@@ -98,13 +97,10 @@ class Float8Twin:
         shared = {id(t): t for t in (*policy.parameters(), *policy.buffers())}
         self.policy: Policy = copy.deepcopy(policy, shared)
         self._layers: list[Float8Linear] = []
-        for block_name, block in policy.blocks():
-            twin = self.policy.get_submodule(block_name)
-            for name, source in _products(block):
-                if not policy.family.is_modulation(name):
-                    layer = Float8Linear(source)
-                    twin.set_submodule(name, layer)
-                    self._layers.append(layer)
+        for block_name, name, source in _rounded(policy):
+            layer = Float8Linear(source)
+            self.policy.get_submodule(block_name).set_submodule(name, layer)
+            self._layers.append(layer)
 
     def refresh(self) -> None:
         """Take over the exact policy's weights, after they changed."""
@@ -116,6 +112,20 @@ def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round rows ``[B, C]``: float8 ``[B, C]`` and float32 scales ``[B, 1]`` to multiply with."""
     scale = x.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / LARGEST
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale
+
+
+def twin_bytes(policy: Policy) -> int:
+    """What a twin holds beside what it shares: a byte a weight, a float32 an output channel."""
+    weights = [_base_layer(source).weight for *_, source in _rounded(policy)]
+    return sum(weight.numel() + 4 * len(weight) for weight in weights)
+
+
+def _rounded(policy: Policy) -> Iterator[tuple[str, str, nn.Module]]:
+    """The products that a twin has for itself: block, name in it, layer."""
+    for block_name, block in policy.blocks():
+        for name, source in _products(block):
+            if not policy.family.is_modulation(name):
+                yield block_name, name, source
 
 
 def _products(block: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ SDPA_KERNELS = ("cudnn", "flash", "efficient", "math")
 CODES = 32
 """Most compiled codes of one kind of block where texts vary: of every place that it has in the
 network, for one sample and for several, with and without a mask. PyTorch's own limit is 8."""
+
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Where PyTorch's compiler keeps its code, Triton's kernels included."""
+
+
+class CompileCacheError(InputError):
+    """The folder for compiled code cannot be used."""
 
 
 class AttentionBackendError(InputError):
@@ -59,20 +68,46 @@ def choose_attention(transformer: Any, backend: str) -> None:
         ) from error
 
 
-def compile_blocks(policy: Policy, cache: Path | None, *, trained: bool = True) -> None:
+def keep_compiled(folder: str | None) -> None:
+    """Choose where this process keeps compiled code, for all roles and runs on its node: what is
+    compiled again, of the same code, shapes and versions, is read from there.
+
+    Args:
+        folder: as ``rollout.compile_cache`` names it.
+
+    Raises:
+        CompileCacheError: it cannot be written.
+    """
+    if folder is None and CACHE_VARIABLE in os.environ:
+        return
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        chosen = Path(folder or f"{caches}/g2rpo_ray/compiled").expanduser().absolute()
+        chosen.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=chosen).close()
+    # A RuntimeError: ``~`` of a user without a home.
+    except (OSError, RuntimeError) as error:
+        if folder is None:
+            return
+        raise CompileCacheError(
+            f"rollout.compile_cache {folder!r}: cannot be written here ({error}); name a folder "
+            "that every node can write, or leave it out"
+        ) from error
+    os.environ[CACHE_VARIABLE] = str(chosen)
+
+
+def compile_blocks(policy: Policy, cache: str | None, *, trained: bool = True) -> None:
     """Compile the repeated blocks when they are first called, for each shape of its own or, in a
     family whose texts vary, for all lengths.
 
     Args:
-        cache: folder of compiled code, shared by workers and runs; none is PyTorch's, one for each
-            user and node.
+        cache: folder of compiled code, see ``keep_compiled``.
         trained: a network that is not gets the family's own kernels on a card, which have no
             backward pass.
     """
     if not trained and policy.transformer.device.type == "cuda":
         policy.family.fuse(policy.transformer)
-    if cache is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    keep_compiled(cache)
     if policy.family.text_varies:
         torch._dynamo.config.recompile_limit = CODES
     for _, block in policy.blocks():

@@ -40,5 +40,6 @@ def arithmetic(config: Config) -> dict[str, str]:
         "evaluations": f"{prompts * counts.evaluations} ({counts.evaluations} a prompt), "
         f"{run_evaluations} in all",
         "learner passes": f"{prompts * counts.learner_passes} over {config.learner.ranks} rank(s)",
+        "speed": config.rollout.speed_in_words,
         "updates": f"{updates_per_iteration(config, counts)} ({config.learner.update})",
     }

@@ -29,6 +29,7 @@ products added up in float32, GB/s of memory; before them the card that is scale
 PassName = Literal[
     "evaluation",
     "evaluation_compiled",
+    "evaluation_float8",
     "decode",
     "decode_compiled",
     "learner_lora",
@@ -38,7 +39,8 @@ PassName = Literal[
     "score_hps",
     "score_clip",
 ]
-"""``compiled`` are those of a rollout on a card, unless ``rollout.compile`` is false."""
+"""``compiled`` are those of a rollout on a card, unless ``rollout.compile`` is false; ``float8`` is
+compiled, too, with ``rollout.fp8``."""
 
 RateName = Literal[
     "matrix",

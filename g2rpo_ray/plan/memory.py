@@ -87,6 +87,7 @@ def rollout_memory(config: Config, size: PolicySize, costs: CardCosts) -> PartsG
                 _held_bytes(config, size) - _lent_bytes(config, size) + size.buffer_bytes
             )
             / GIB,
+            "float8 copy": size.float8_bytes * config.rollout.fp8 / GIB,
             "VAE": size.vae_parameters * width / GIB,
             DRAWING: max(evaluation, decode) / GIB,
         },

@@ -17,6 +17,7 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import FAMILIES, check_guidance, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
+from g2rpo_ray.models.fp8 import twin_bytes
 from g2rpo_ray.models.frozen_float8 import block_linears
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import DTYPES, on_meta
@@ -44,6 +45,8 @@ class PolicySize:
     """Of those, how many are kept in 8 bits."""
     rounded_channels: int
     """Output channels of these weights, which have a scale each."""
+    float8_bytes: int
+    """Of the copy that ``rollout.fp8`` multiplies with."""
     widest_parameters: int
     """Of the largest of these weights."""
     vae_parameters: int
@@ -177,6 +180,7 @@ def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
         buffer_bytes=sum(b.nbytes for b in policy.buffers()),
         rounded_parameters=sum(weight.numel() for weight in rounded),
         rounded_channels=sum(len(weight) for weight in rounded),
+        float8_bytes=twin_bytes(policy),
         widest_parameters=max((weight.numel() for weight in rounded), default=0),
         vae_parameters=count_parameters(vae),
         passes=family.passes(guidance),

@@ -170,13 +170,12 @@ class Predictor:
         The workers on a card share what it computes; on a CPU each counts as a card."""
         config, work, costs = self.config, self.work, self.costs
         counts = work.counts
-        evaluation = costs.pass_cost(self._as_rollout("evaluation", "evaluation_compiled"))
+        evaluating_s = self._evaluating_s()
         decode = costs.pass_cost(self._as_rollout("decode", "decode_compiled"))
         in_request = counts.pictures / work.requests
         decode_passes = work.requests * math.ceil(in_request / config.rollout.decode_batch_size)
-        drawing_s = evaluation.time_s(
-            work.evaluation_passes, counts.evaluations * self.size.evaluation.tflop
-        ) + decode.time_s(decode_passes, counts.pictures * self.size.decode.tflop)
+        decoding_s = decode.time_s(decode_passes, counts.pictures * self.size.decode.tflop)
+        drawing_s = evaluating_s + decoding_s
         prompts = config.sampling.prompts_per_iteration
         rounds = math.ceil(prompts / drawing_cards)
         requests = {
@@ -194,6 +193,21 @@ class Predictor:
         )
         last_s = max(seconds for _, seconds in requests.values())
         return max(rounds * drawing_s, busiest_s) + last_s
+
+    def _evaluating_s(self) -> float:
+        """All evaluations of a prompt."""
+        work, tflop = self.work, self.size.evaluation.tflop
+        exact = self._as_rollout("evaluation", "evaluation_compiled")
+        algorithm = make_algorithm(self.config)
+        float8 = algorithm.float8_evaluations() if isinstance(algorithm, G2rpo) else 0
+        batches = math.ceil(float8 / self.config.rollout.planned_batch_size)
+        seconds = self.costs.pass_cost(exact).time_s(
+            work.evaluation_passes - batches, (work.counts.evaluations - float8) * tflop
+        )
+        if float8:
+            rounded = self._as_rollout(exact, "evaluation_float8")
+            seconds += self.costs.pass_cost(rounded).time_s(batches, float8 * tflop)
+        return seconds
 
     def learn_s(self, ranks: int) -> float:
         """Passes, communication of ZeRO and optimizer steps of the busiest rank."""

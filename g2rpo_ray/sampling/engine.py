@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ from g2rpo_ray.sampling.sampler import Sampler
 
 ROOM = (
     "rollout.gpus_per_worker gives it more of the card; model.frozen_dtype=float8 and "
-    "rollout.fp8=false need less, and so do fewer roles on one card"
+    "rollout.speed=exact need less, and so do fewer roles on one card"
 )
 """What to change where a worker's memory ends."""
 
@@ -52,6 +51,7 @@ class RolloutEngine:
         Raises:
             ModelFolderError: the model cannot be loaded.
             AttentionBackendError: ``rollout.attention`` is unknown or not installed.
+            CompileCacheError: ``rollout.compile_cache`` cannot be written.
             Float8Error: ``rollout.fp8`` on a card without such products.
             DeviceMemoryError: the device's memory does not suffice.
         """
@@ -63,7 +63,7 @@ class RolloutEngine:
         compiled = on_gpu if settings.compile is None else settings.compile
         self._dtype = DTYPES[config.model.dtype]
         if settings.fp8:
-            check_float8(device, self._dtype)
+            check_float8(device, settings.asked("fp8"))
         with name_memory("a rollout worker's networks", ROOM):
             self.policy = load_policy(config, device, load=load)
             # A compiled decoder has its weights in another order, and so for itself.
@@ -91,7 +91,7 @@ class RolloutEngine:
             self._choose_batch()
         self.description = (
             f"batches of {self._batch.rows}, attention {attention or 'as PyTorch chooses'}, "
-            f"{'compiled' if compiled else 'not compiled'}, ready after "
+            f"{'compiled' if compiled else 'not compiled'}, {settings.speed_in_words}, ready after "
             f"{time.perf_counter() - started_s:.0f} s"
         )
 
@@ -126,10 +126,8 @@ class RolloutEngine:
 
     def _compile(self) -> bool:
         """Compile and meet every shape once; whether it worked."""
-        folder = self.config.rollout.compile_cache
-        cache = Path(folder).expanduser() if folder else None
         for policy in self._policies:
-            compile_blocks(policy, cache, trained=False)
+            compile_blocks(policy, self.config.rollout.compile_cache, trained=False)
         compile_decoder(self.decoder.vae.decoder)
         try:
             self._meet_all_shapes()

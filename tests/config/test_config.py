@@ -6,6 +6,7 @@ import pytest
 
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import Config, load_config, save_config
+from g2rpo_ray.config.rollout import SPEEDS
 from tests.tiny import QUICKSTART
 
 
@@ -254,6 +255,31 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
             ["algorithm=diffusion_nft", "rollout.fp8=true"],
             ["rollout.fp8 is true", "g2rpo and e_grpo"],
         ),
+        (
+            ["rollout.speed=fast", "rollout.fp8=false"],
+            ["rollout: speed is fast, which sets fp8 to true, and fp8 is false", "speed: null"],
+        ),
+        (
+            ["rollout.speed=balanced", "rollout.fp8_above_sigma=0.3"],
+            ["rollout: speed is balanced, which sets fp8_above_sigma to 0.5, and", "is 0.3"],
+        ),
+        (
+            ["rollout.speed=exact", "rollout.thin_completions=true"],
+            ["rollout: speed is exact", "thin_completions to false", "thin_completions is true"],
+        ),
+        (
+            ["algorithm=flow_grpo", "rollout.speed=balanced"],
+            ["rollout.speed is balanced, which sets fp8", "algorithm is flow_grpo"],
+        ),
+        (
+            ["g2rpo.granularities=[2]", "rollout.speed=fast"],
+            ["rollout.speed is fast, which sets thin_completions", "granularities is [2]"],
+        ),
+        (
+            ["rollout.speed=fast", "rollout.gpus_per_worker=1", "model.dtype=float32"],
+            ["rollout.speed is fast, which sets fp8", "model.dtype is float32", "bfloat16"],
+        ),
+        (["rollout.speed=[fast]"], ["rollout.speed", "'exact', 'balanced' or 'fast'"]),
         (["algorithm=e_grpo"], ["e_grpo.first is 8", "0 to 4"]),
         (
             ["learner.updates_per_iteration=3"],
@@ -313,6 +339,27 @@ def test_impossible_combination(overrides: list[str], named: list[str]) -> None:
 )
 def test_what_only_looks_like_an_impossible_combination(overrides: list[str]) -> None:
     quickstart(*overrides)
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_a_speed_is_what_it_sets(speed: str, tmp_path: Path) -> None:
+    settings = SPEEDS[speed]
+    config = quickstart(f"rollout.speed={speed}")
+    assert {key: getattr(config.rollout, key) for key in settings} == settings
+    # By hand, or beside it in words that agree, it is the same and has the same name.
+    by_hand = [f"rollout.{key}={str(value).lower()}" for key, value in settings.items()]
+    same = quickstart(*by_hand)
+    assert same.rollout.speed_in_words == config.rollout.speed_in_words
+    assert config.rollout.speed_in_words.startswith(speed)
+    assert quickstart(f"rollout.speed={speed}", *by_hand) == config
+    save_config(config, tmp_path / "run.yaml")
+    assert load_config(tmp_path / "run.yaml") == config
+
+
+def test_settings_that_are_no_named_speed_are_told_without_a_name() -> None:
+    assert quickstart().rollout.speed_in_words == "exact"
+    words = quickstart("rollout.fp8=true", "rollout.fp8_above_sigma=0.3").rollout.speed_in_words
+    assert words == "float8 products above noise level 0.3"
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "judge_api_key", "DB_PASSWORD"])

@@ -10,6 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from g2rpo_ray.cli import main
 from g2rpo_ray.config import load_config
+from g2rpo_ray.config.rollout import SPEEDS
+from g2rpo_ray.models.fp8 import Float8Twin
+from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.plan.costs import DATA_SHEETS, CardCosts, CostsError, CostTable, load_costs
 from g2rpo_ray.plan.counting import TERA
 from g2rpo_ray.plan.memory import DRAWING, HOLDER_GIB, LEARNING
@@ -221,6 +224,42 @@ def test_work_of_a_prompt_by_hand() -> None:
     parts = ["algorithm=dance_grpo", "sampling.sde=dance", "rollout.batch_size=4", *four]
     dance = make_plan(load_config(PAPER, parts), load_costs(), 16, None).predictor.work
     assert (dance.learner_batches, dance.learner_rows) == (4 * 9, 3)
+
+
+MEASURED_S = {
+    # scripts/bench_rollout.py, 2026-11-28: seconds of a whole prompt.
+    ("H200", "speed=exact"): 99.3,
+    ("H200", "speed=balanced"): 56.2,
+    ("H200", "speed=fast"): 48.8,
+    ("H100", "speed=exact"): 104.8,
+    ("H100", "fp8=true"): 75.7,
+    ("H100", "speed=fast"): 53.9,
+}
+
+
+@pytest.mark.parametrize(("card", "setting"), MEASURED_S)
+def test_seconds_of_a_prompt_against_measured_speeds(card: str, setting: str) -> None:
+    overrides = [f"rollout.{setting}", "sampling.prompts_per_iteration=1"]
+    overrides += ["rollout.batch_size=8", "rollout.decode_batch_size=4"]
+    predictor = Predictor(load_config(PAPER, overrides), load_costs(), card)
+    assert predictor.generate_s(1) == pytest.approx(MEASURED_S[card, setting], rel=0.1)
+
+
+def test_a_float8_copy_is_counted(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, [f"run_dir={tmp_path}", "rollout.speed=fast"])
+    predictor = Predictor(config, load_costs(), CPU)
+    twin = Float8Twin(load_policy(config))
+    held = sum(b.nbytes for layer in twin._layers for b in layer.buffers())
+    assert predictor.memory(1)["rollout worker"]["float8 copy"] == held / 2**30
+    exact = config.model_copy(update={"rollout": config.rollout.model_copy(update=SPEEDS["exact"])})
+    assert not Predictor(exact, load_costs(), CPU).memory(1)["rollout worker"]["float8 copy"]
+
+
+def test_a_plan_says_which_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "rollout.speed=balanced"]) == 0
+    printed = capsys.readouterr().out
+    assert "speed  balanced: float8 products above noise level 0.5, thin completions" in printed
+    assert "no evaluation_float8 was measured" not in printed
 
 
 def test_more_ranks_and_workers_never_take_longer() -> None:

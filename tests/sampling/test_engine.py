@@ -181,14 +181,10 @@ def test_a_card_without_float8_products_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    config = tiny_config(tmp_path, "rollout.fp8=true", "model.dtype=bfloat16")
-    with pytest.raises(Float8Error, match=r"rollout.fp8: .* capability 8\.0, .* need 8\.9"):
+    config = tiny_config(tmp_path, "rollout.speed=fast", "model.dtype=bfloat16")
+    asked = r"rollout.speed is fast, which sets fp8: .* capability 8\.0, .* need 8\.9"
+    with pytest.raises(Float8Error, match=asked):
         RolloutEngine(config, CARD)
-
-
-def test_float8_products_of_a_card_have_no_float32_answer(tmp_path: Path) -> None:
-    with pytest.raises(Float8Error, match=r"rollout.fp8 .* needs model.dtype=bfloat16"):
-        RolloutEngine(tiny_config(tmp_path, "rollout.fp8=true"), CARD)
 
 
 def test_the_largest_batch_that_fits_is_found() -> None:
