@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from g2rpo_ray.config import Config
+from g2rpo_ray.config import Config, config_from_dict
 from g2rpo_ray.tracking.metrics import read_metrics
 from tests.integration.command import wait_until
 from tests.integration.test_train import Start, assert_same_bits, config_of, start
@@ -15,7 +15,7 @@ __all__ = ["start"]
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
-GUARD = "evaluation.guards={dark: {max_drop: 1.0e-6, then: lower_weight}}"
+GUARDS = {"dark": {"max_drop": 1e-6, "then": "lower_weight"}}
 SETTINGS = [
     "iterations=5",
     "evaluation.every=1",
@@ -24,7 +24,7 @@ SETTINGS = [
 ]
 
 
-def config_in(folder: Path, *overrides: str) -> Config:
+def config_in(folder: Path, guards: dict[str, dict[str, Any]] = GUARDS) -> Config:
     """Light is trained on and dark is its opposite: what one gains, the other loses."""
 
     def light(sign: float, weight: float, **settings: Any) -> dict[str, Any]:
@@ -32,14 +32,15 @@ def config_in(folder: Path, *overrides: str) -> Config:
         return {"kind": "python", "options": options, "weight": weight, **settings}
 
     clip = tiny_config(folder).model_dump()["rewards"]["clip"]
-    return config_of(
+    tree = config_of(
         folder,
         *SETTINGS,
-        *overrides,
         light=light(1.0, 2.0, cpus_per_replica=0.1),
         dark=light(-1.0, 0.0, beside="light"),
         clip=clip | {"beside": "light"},
-    )
+    ).model_dump()
+    tree["evaluation"]["guards"] = guards
+    return config_from_dict(tree, source="test")
 
 
 def weights_of(run_dir: Path) -> list[float]:
@@ -49,8 +50,8 @@ def weights_of(run_dir: Path) -> list[float]:
 
 def test_a_killed_run_lowers_as_the_undisturbed_one(start: Start, tmp_path: Path) -> None:
     whole, killed, plain = (tmp_path / name for name in ("whole", "killed", "plain"))
-    undisturbed, without = start(config_in(whole, GUARD)), start(config_in(plain))
-    disturbed = start(config_in(killed, GUARD))
+    undisturbed, without = start(config_in(whole)), start(config_in(plain, {}))
+    disturbed = start(config_in(killed))
     wait_until(
         lambda: min(weights_of(killed), default=2.0) < 2.0 or disturbed.process.poll() is not None,
         "a lowered weight",
@@ -60,7 +61,7 @@ def test_a_killed_run_lowers_as_the_undisturbed_one(start: Start, tmp_path: Path
     for command in (undisturbed, without):
         assert command.wait() == 0, command.text
     assert 0 < done < 5, disturbed.text
-    resumed = start(config_in(killed, GUARD), "--resume", "auto")
+    resumed = start(config_in(killed), "--resume", "auto")
     assert resumed.wait() == 0, resumed.text
     assert_same_bits(killed, whole)
     weights = weights_of(whole)
