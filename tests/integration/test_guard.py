@@ -16,12 +16,7 @@ __all__ = ["start"]
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 GUARDS = {"dark": {"max_drop": 1e-6, "then": "lower_weight"}}
-SETTINGS = [
-    "iterations=5",
-    "evaluation.every=1",
-    "model.lora.rank=4",
-    "learner.learning_rate=3e-3",
-]
+SETTINGS = ["iterations=5", "evaluation.every=1", "model.lora.rank=4", "learner.learning_rate=3e-3"]
 
 
 def config_in(folder: Path, guards: dict[str, dict[str, Any]] = GUARDS) -> Config:
