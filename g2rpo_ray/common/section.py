@@ -1,10 +1,14 @@
 """What every section of settings has in common."""
 
+import re
+from collections import Counter
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from g2rpo_ray.common.errors import InputError
+
+_BRANCH = re.compile(r"bool|str|int|constrained-int|literal\[.*\]")
 
 
 class ConfigError(InputError):
@@ -59,9 +63,12 @@ def check_deadlines(min_deadline_s: float, timeout_s: float) -> None:
 
 def problems(error: ValidationError) -> list[str]:
     """What is wrong, a line for each: key, cause, value."""
-    lines = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+    lines, either = list[str](), dict[str, list[str]]()
+    found = error.errors()
+    parents = Counter(problem["loc"][:-1] for problem in found if _is_branch(problem["loc"]))
+    for problem in found:
+        is_branch = _is_branch(problem["loc"]) and parents[problem["loc"][:-1]] > 1
+        key = ".".join(str(part) for part in problem["loc"][: -1 if is_branch else None])
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             lines.append(f"{key}: unknown key (value {problem['input']!r:.60})")
@@ -69,6 +76,17 @@ def problems(error: ValidationError) -> list[str]:
             lines.append(f"{key}: missing, it has no default")
         elif problem["type"] == "value_error":
             lines.append(f"{key}: {message}" if key else message)
+        elif is_branch:
+            # One line for all that it may be, in the place of the last.
+            either.setdefault(key, []).append(message.removeprefix("Input should be "))
+            if len(either[key]) == parents[problem["loc"][:-1]]:
+                allowed = ", or ".join(either[key])
+                lines.append(f"{key}: Input should be {allowed} (got {problem['input']!r:.60})")
         else:
             lines.append(f"{key}: {message} (got {problem['input']!r:.60})")
     return lines
+
+
+def _is_branch(place: tuple[int | str, ...]) -> bool:
+    """Whether it ends in one of the kinds that a value may have, which is no key."""
+    return bool(place) and bool(_BRANCH.fullmatch(str(place[-1])))

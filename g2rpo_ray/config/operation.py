@@ -90,6 +90,9 @@ class ClusterSection(Section):
     one."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Longest wait for nodes, for placement, and for actors to load their models."""
+    refuse_small_cards: bool = True
+    """Before anything is loaded, end a run whose roles need more than the largest card has by over
+    a tenth, as ``g2rpo plan`` counts; ``false`` only warns, as where it is less."""
     environment: list[str] = Field(
         default_factory=lambda: ["NCCL_*", "GLOO_*", "TORCH_NCCL_*", "HF_HOME"]
     )

@@ -202,6 +202,15 @@ class Config(Section):
                 "evaluation.guards are set and evaluation.every is 0: the one evaluation after the "
                 "first comes when the run is over; set every"
             )
+        lowers = any(guard.then == "lower_weight" for guard in evaluation.guards.values())
+        alike = (self.advantage.combine, self.advantage.normalisation) == ("rewards", "std")
+        if lowers and alike and len(self.trained_rewards) == 1:
+            raise ValueError(
+                f"evaluation.guards has then: lower_weight, {next(iter(self.trained_rewards))} is "
+                "the one trained reward and advantage.combine is rewards: its sum is normalised "
+                "after weighing, so that a lower weight changes nothing; use then: stop, or "
+                "combine: advantages"
+            )
         if best is None:
             return
         if best not in self.rewards:

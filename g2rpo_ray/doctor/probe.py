@@ -3,7 +3,6 @@
 import hashlib
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import g2rpo_ray
+from g2rpo_ray.cluster.cards import Gpu, node_gpus
 from g2rpo_ray.cluster.demand import Node
 from g2rpo_ray.doctor.findings import Finding, fail
 from g2rpo_ray.run.versions import versions
@@ -23,14 +23,6 @@ from g2rpo_ray.run.versions import versions
 T = TypeVar("T")
 ANSWER_TIMEOUT_S = 120.0
 """A node that does not answer within this time is a finding. Starting an actor imports torch."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    driver: str
-    total_mib: int
-    used_mib: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ def node_facts() -> NodeFacts:
     return NodeFacts(
         versions=versions() | {"cuda": torch.version.cuda or "none"},
         source=_source_digest(),
-        gpus=_gpus(),
+        gpus=node_gpus(),
         memory_gib=memory.total / 2**30,
         memory_free_gib=memory.available / 2**30,
         shm_gib=shutil.disk_usage("/dev/shm").total / 2**30,
@@ -119,24 +111,6 @@ def _source_digest() -> str:
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _gpus() -> list[Gpu] | None:
-    query = "--query-gpu=name,driver_version,memory.total,memory.used"
-    try:
-        lines = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        ).stdout.splitlines()
-    except FileNotFoundError:
-        return None
-    except subprocess.CalledProcessError as error:
-        raise RuntimeError(f"nvidia-smi fails: {error.stdout}{error.stderr}".strip()) from error
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
-    return [Gpu(name, driver, int(total), int(used)) for name, driver, total, used in rows]
 
 
 def _object_store_gib() -> float:

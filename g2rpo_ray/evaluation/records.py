@@ -154,7 +154,9 @@ class Records:
             raise EvaluationError(f"{path}: not readable: {error}; remove the folder") from error
         # Rows may be added later; one of the same name must be the same weights.
         rows = earlier_rows | request["rows"]
-        differing = [k for k in request if k != "rows" and earlier.get(k) != request[k]]
+        # Also what was set then, and is not now.
+        keys = dict.fromkeys([*request, *earlier])
+        differing = [k for k in keys if k != "rows" and earlier.get(k) != request.get(k)]
         # None: the base model, in a folder of an earlier version.
         kept = earlier_rows.items()
         differing += [row for row, known in kept if known is not None and known != rows[row]]

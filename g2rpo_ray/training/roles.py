@@ -42,6 +42,7 @@ from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers, wait_for_servers
 from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.run.paths import run_folder
+from g2rpo_ray.training.cards import check_cards
 from g2rpo_ray.training.settings import for_evaluation_workers
 from g2rpo_ray.weight_sync import Peer, StoredWeights, WeightSync, WeightSyncError, make_weight_sync
 from g2rpo_ray.weight_sync.frozen import frozen_keeper
@@ -115,17 +116,18 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
         tell: told what happens meanwhile.
 
     Raises:
-        ClusterError: the cluster lacks resources, or cannot be reached; see ``cluster/``.
+        ClusterError: the cluster lacks resources, cannot be reached, or has too small cards; see
+            ``cluster/`` and ``check_cards``.
     """
     kept = [learner_demand(config), *encoder_demand(config)]
     workers = [rollout_demand(config), *evaluation_demand(config)]
     version = read_info(checkpoint).weight_version if checkpoint else 0
-    with (
-        _cluster(config, kept, workers, tell) as private,
+    with ExitStack() as stack:
+        private = stack.enter_context(_cluster(config, kept, workers, tell))
+        check_cards(config, tell)
         # Inside the cluster and around its room, which takes the ranks along when it goes.
-        ThreadPoolExecutor(1, "learner") as beside,
-        _room(config, kept, workers, tell) as room,
-    ):
+        beside = stack.enter_context(ThreadPoolExecutor(1, "learner"))
+        room = stack.enter_context(_room(config, kept, workers, tell))
         assert room is not None
         tell("starting learner ranks, reward servers and rollout workers")
         starting = beside.submit(LearnerGroup, config, room, checkpoint, tell, version)

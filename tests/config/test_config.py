@@ -488,6 +488,23 @@ def test_scales_multiply_the_weights_of_rewards_alone() -> None:
     assert lowered.model_dump(exclude={"rewards"}) == dumped
 
 
+def test_a_value_of_several_kinds_is_one_line_with_its_key() -> None:
+    for override, line in (
+        ("model.share_frozen=maybe", "Input should be 'auto', or a valid boolean (got 'maybe')"),
+        ("rollout.batch_size=many", "Input should be a valid integer, or 'auto' (got 'many')"),
+        ("prompts.key=[1]", "Input should be a valid string, or a valid integer (got [1])"),
+    ):
+        assert error_of(override).splitlines()[1:] == [f"  {override.partition('=')[0]}: {line}"]
+
+
+def test_a_guard_that_could_not_lower_anything_is_refused() -> None:
+    guard = "evaluation.guards={oracle: {max_drop: 0.1, then: lower_weight}}"
+    one = (guard, "rewards.clip.weight=0", "advantage.combine=rewards")
+    assert "hps is the one trained reward and advantage.combine is rewards" in error_of(*one)
+    for fine in (one[:2], (guard, one[2]), (*one, "advantage.normalisation=mean_only")):
+        assert quickstart(*fine).evaluation.guards
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

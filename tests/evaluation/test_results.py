@@ -239,6 +239,12 @@ def test_rows_may_be_added_but_not_changed(records: Records) -> None:
         Records(records.folder, REQUEST | {"prompts": {"0": "a dog"}})
 
 
+def test_what_was_asked_then_and_is_not_now_is_another_evaluation(tmp_path: Path) -> None:
+    Records(tmp_path, REQUEST | {"negative_prompt": "blurry"})
+    with pytest.raises(EvaluationError, match="with other negative_prompt; name another folder"):
+        Records(tmp_path, REQUEST)
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(EvaluationError, match="not empty and no evaluation"):

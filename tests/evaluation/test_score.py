@@ -245,6 +245,50 @@ def test_metadata_that_a_scorer_wants(tmp_path: Path) -> None:
     assert "no words in the prompt file" in rows["b.png"]["problem"]
 
 
+def test_what_has_changed_is_scored_again(tmp_path: Path) -> None:
+    """A picture of the same size, another text beside it; in a tar of the same size, too."""
+    folder, log = folder_of(tmp_path / "p", ["a.bmp", "b.bmp", "c.bmp"]), tmp_path / "log"
+
+    def draw(name: str, level: int) -> None:
+        Image.new("RGB", (8, 8), (level, level, level)).save(folder / name, "BMP")
+
+    for name in ("a", "b", "c"):
+        draw(f"{name}.bmp", 51)
+        (folder / f"{name}.txt").write_text(f"caption {name}\n")
+    rewards = overrides("bright", log=str(log))
+    run(folder, tmp_path / "out", rewards)
+    draw("a.bmp", 102)
+    (folder / "b.txt").write_text("caption B\n")
+    rows, _ = run(folder, tmp_path / "out", rewards)
+    assert [row["bright"] for row in rows.values()] == pytest.approx([0.4, 0.2, 0.2])
+    assert [row["prompt"] for row in rows.values()] == ["caption a", "caption B", "caption c"]
+    assert log.read_text().split()[-1] == "2"
+
+    def pack(colour: str) -> Path:
+        with tarfile.open(tmp_path / "p.tar", "w") as archive:
+            for name, data in (
+                ("0.bmp", (folder / "c.bmp").read_bytes()),
+                ("0.json", json.dumps({"prompt": "a wheel", "colour": colour}).encode()),
+            ):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                archive.addfile(member, io.BytesIO(data))
+        return tmp_path / "p.tar"
+
+    for colour in ("green", "brown", "brown"):
+        run(pack(colour), tmp_path / "packed", rewards)
+    assert log.read_text().split()[-3:] == ["2", "1", "1"]
+
+    # Of a folder from before, all is scored again.
+    lines = (tmp_path / "packed" / "scores.jsonl").read_text()
+    old = json.loads(lines.splitlines()[0])
+    old[0] = {"size_bytes": 3} | {k: v for k, v in old[0].items() if k != "stamp"}
+    (tmp_path / "packed" / "scores.jsonl").write_text(json.dumps(old) + "\n")
+    rows, _ = run(tmp_path / "p.tar", tmp_path / "packed", rewards)
+    assert [row["bright"] for row in rows.values()] == pytest.approx([0.2])
+    assert log.read_text().split()[-3:] == ["1", "1", "1"]
+
+
 def test_further_rewards_leave_the_others_alone(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "p", ["a.png", "b.png"])
     (folder / "a.txt").write_text("a caption\n")

@@ -134,3 +134,22 @@ class NoScorer:
 
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002
         return torch.zeros(len(pictures))
+
+
+class Light(RewardScorer):
+    """Mean brightness of each picture, or its opposite."""
+
+    class Options(Section):
+        """Settings of the scorer."""
+
+        sign: float = 1.0
+
+    kind = "light"
+    reads_prompts = False
+
+    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
+        assert isinstance(options, self.Options)
+        self._sign = options.sign
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002
+        return self._sign * pictures.float().mean(dim=(1, 2, 3)) / 255

@@ -34,12 +34,13 @@ def folder_pictures(
     for name in found.images:
         file = found.folder / name
         try:
-            size_bytes = file.stat().st_size
+            found_as = file.stat()
+            content = f"{found_as.st_size} {found_as.st_mtime_ns}"
         except OSError:
             # Gone since it was found: reading it says so.
-            size_bytes = 0
+            content = "gone"
         prompt, no_prompt = caption_of(name)
-        yield Picture(name, prompt, size_bytes, file.read_bytes, no_prompt)
+        yield Picture(name, prompt, content, file.read_bytes, no_prompt)
 
 
 def _beside(folder: Path, name: str) -> Caption:

@@ -1,5 +1,6 @@
 """Where pictures to score come from: a folder, a webdataset's tar files, parquet files."""
 
+import hashlib
 import io
 import json
 import re
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.common.prompt_text import PromptText
+from g2rpo_ray.common.prompt_text import PromptText, metadata_of
 from g2rpo_ray.rewards.scorers.pictures import as_pictures
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -43,11 +45,19 @@ class Picture:
     """Known by it: its path in the folder, or file, ``#`` and key or row."""
     prompt: str | None
     """Its text; None where it has none, which a scorer may do without."""
-    size_bytes: int
+    content: str
+    """Another one when its file is another."""
     read: Callable[[], bytes]
     """Its file's content; may raise OSError."""
     no_prompt: str = ""
     """Why it has no text, where that is a fault."""
+
+    @property
+    def stamp(self) -> str:
+        """All that its scores depend on: of another file, text or metadata, another one."""
+        text = None if self.prompt is None else [self.prompt, dict(metadata_of(self.prompt))]
+        told = json.dumps([self.content, text], default=str)
+        return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -137,7 +147,11 @@ def _of_parts(name: str, stem: str, parts: dict[str, bytes], key: str) -> Iterat
         prompt = None if text is None else PromptText(text, beside)
     except ValueError as error:
         no_prompt = f"its .txt or .json cannot be read: {error}"
-    yield Picture(f"{name}#{stem}", prompt, len(image), partial(bytes, image), no_prompt)
+    yield _packed(f"{name}#{stem}", prompt, image, no_prompt)
+
+
+def _packed(name: str, prompt: str | None, data: bytes, no_prompt: str = "") -> Picture:
+    return Picture(name, prompt, f"{len(data)} {crc32(data)}", partial(bytes, data), no_prompt)
 
 
 def _caption(row: dict[str, Any], key: str) -> tuple[str | None, dict[str, Any]]:
@@ -166,12 +180,8 @@ def _parquet(file: Path, name: str, key: str) -> Iterator[Picture]:
                 value = row.pop(column)
                 data = value.get("bytes") if isinstance(value, dict) else value
                 text, beside = _caption(row, key)
-                yield Picture(
-                    f"{name}#{number}",
-                    None if text is None else PromptText(text, beside),
-                    len(data or b""),
-                    partial(bytes, data or b""),
-                )
+                prompt = None if text is None else PromptText(text, beside)
+                yield _packed(f"{name}#{number}", prompt, data or b"")
                 number += 1
 
 

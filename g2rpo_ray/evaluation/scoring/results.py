@@ -35,7 +35,7 @@ class Scored:
     """One picture with what came of it."""
 
     picture: str
-    size_bytes: int
+    stamp: str
     prompt: str | None
     category: str | None
     scores: dict[str, float]
@@ -65,9 +65,9 @@ class Results:
             self._open(json.loads(json.dumps(request)))
 
     def scores_of(self, picture: Picture) -> dict[str, float]:
-        """By reward, what there is already; nothing of a file that has changed its size."""
+        """By reward, what there is already; nothing where file or text has changed."""
         row = self.rows.get(picture.name)
-        return row.scores if row and row.size_bytes == picture.size_bytes else {}
+        return row.scores if row and row.stamp == picture.stamp else {}
 
     def add(self, rows: Sequence[Scored]) -> None:
         """Keep some, all of them or none."""
@@ -120,7 +120,14 @@ class Results:
 
     def _read(self) -> dict[str, Scored]:
         try:
-            rows = [Scored(**row) for line in whole_lines(self._log) for row in json.loads(line)]
+            rows = [_row(row) for line in whole_lines(self._log) for row in json.loads(line)]
         except (ValueError, TypeError) as error:
             raise ScoreError(f"{self._log}: not readable: {error}; remove the file") from error
         return {row.picture: row for row in rows}
+
+
+def _row(told: dict[str, Any]) -> Scored:
+    # Once files were known by their size, and texts not at all: scored again.
+    if told.pop("size_bytes", None) is not None:
+        told["stamp"] = ""
+    return Scored(**told)

@@ -197,7 +197,7 @@ class Scoring:
                     scores[place][name] = answer
         rows = [
             Scored(
-                picture.name, picture.size_bytes, picture.prompt,
+                picture.name, picture.stamp, picture.prompt,
                 category_of(picture.prompt or ""), scores[place], problems[place],
             )
             for place, (picture, _, _) in enumerate(chunk)

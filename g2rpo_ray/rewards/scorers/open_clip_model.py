@@ -91,7 +91,8 @@ def find_open_clip(architecture: str, checkpoint: str | None) -> tuple[str, Path
 
 def _is_no_false_alarm(record: logging.LogRecord) -> bool:
     # The model gets its weights right after; a replica's log is no place for such a warning.
-    return "Model initialized randomly" not in record.getMessage()
+    told = record.getMessage()
+    return "Model initialized randomly" not in told and "no CLIP weights found" not in told
 
 
 def resolve_architecture(architecture: str) -> str:
