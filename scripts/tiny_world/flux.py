@@ -21,8 +21,9 @@ from transformers import (
 
 from g2rpo_ray.maths.schedule import static_shift_schedule
 from tiny_world.autoencoder import decode, encode
+from tiny_world.fitting import Fitted, Session, fit
 from tiny_world.pictures import PictureSource
-from tiny_world.support import fit, half_precision, save_half
+from tiny_world.support import half_precision, save_half
 from tiny_world.world import World
 
 TIME_SHIFT = 3.0
@@ -153,9 +154,7 @@ def _latent_bank(vae: AutoencoderKL, source: PictureSource, per_caption: int) ->
     )
 
 
-def train_flux(
-    world: World, folder: Path, effort: FluxEffort, device: torch.device, seed: int
-) -> TinyFlux:
+def train_flux(world: World, folder: Path, effort: FluxEffort, session: Session) -> TinyFlux:
     """Train on all captions and write the parts of the FLUX folder beside its `vae`.
 
     Times are uniform before the shift, so they fall as densely as a shift-3 schedule walks them.
@@ -165,9 +164,10 @@ def train_flux(
         An earlier, worse model in half precision's numbers, whose pictures lose against drawn ones.
     """
     weak = TinyFlux(folder)
-    torch.manual_seed(seed)
+    torch.manual_seed(session.seed)
+    device = session.device
     vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
-    source = PictureSource(device, seed, world)
+    source = PictureSource(device, session.seed, world)
     bank = _latent_bank(vae, source, effort.bank)
     tokens = caption_tokens(folder, world.captions, device)
     model = TinyFlux(folder).to(device)
@@ -177,7 +177,7 @@ def train_flux(
     )
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, 1.0, total_iters=100)
 
-    def batch_loss() -> Tensor:
+    def batch_loss(half: bool) -> Tensor:
         captions = torch.randint(len(tokens), (effort.batch,), device=device)
         x0 = bank[torch.randint(effort.bank, (effort.batch,), device=device), captions].float()
         noise = torch.randn_like(x0)
@@ -188,7 +188,7 @@ def train_flux(
         sigma = TIME_SHIFT * uniform / (1 + (TIME_SHIFT - 1) * uniform)
         guidance = 1 + 5 * torch.rand_like(sigma)
         noisy = torch.lerp(x0, noise, sigma[:, None, None])
-        with half_precision(device):
+        with half_precision(device, half):
             states, pooled = model.embed(tokens[captions])
             velocity = model.velocity(noisy, sigma, guidance, states, pooled)
         return F.mse_loss(velocity.float(), noise - x0)
@@ -198,9 +198,12 @@ def train_flux(
         if step + 1 == effort.weak_steps:
             weak.load_state_dict(average.module.state_dict())
 
-    if effort.compiled:
-        model.transformer.compile()
-    fit("flux", model, optimizer, warm_up, effort.steps, batch_loss, after_step)
+    of = Fitted(
+        "flux", model, optimizer, warm_up, batch_loss, after_step,
+        kept={"average": average, "weak": weak},
+        compiled=model.transformer if effort.compiled else None,
+    )  # fmt: skip
+    fit(of, effort.steps, session)
     for part in TRAINED:
         save_half(getattr(average.module, part), folder / part)
     return weak.half().float().to(device).eval()
