@@ -32,9 +32,10 @@ import measuring
 from tiny_world.autoencoder import AutoencoderEffort, train_autoencoder
 from tiny_world.fitting import Paused, Session
 from tiny_world.flux import FluxEffort, train_flux
+from tiny_world.hard import HELDOUT, SCENE_SEED, TRAIN
 from tiny_world.measure import Figures, measure_autoencoder, measure_flux, measure_rewards
 from tiny_world.rewards import Painters, RewardEffort, TrainingPictures, train_clip, train_hps
-from tiny_world.world import WORLDS, World, harder, prepare
+from tiny_world.world import World, harder, prepare, tiny
 
 SIZE_LIMIT_MB = {"tiny": 16.0, "hard": 40.0}
 README = Path(__file__).parent / "tiny_world" / "assets_readme.md"
@@ -57,11 +58,15 @@ class Effort:
     vae_pictures: int
     captions: int | None  # held-out ones to measure; none: all
     rounds: int  # generated pictures a held-out caption and step count
+    scenes: tuple[int, int] = (TRAIN, HELDOUT)  # of the harder world
+
+    def world(self, name: str, seed: int = SCENE_SEED) -> World:
+        return tiny() if name == "tiny" else harder(seed, *self.scenes)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = measuring.make_parser(__doc__)
-    parser.add_argument("--world", choices=tuple(WORLDS), default="tiny")
+    parser.add_argument("--world", choices=tuple(SIZE_LIMIT_MB), default="tiny")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="assets folder")
     parser.add_argument("--seed", type=int, default=0, help="of all training (default 0)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
@@ -81,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     efforts = yaml.safe_load(EFFORTS.read_text())
     name = ("" if options.world == "tiny" else "hard_") + options.effort
     effort = TypeAdapter(Effort).validate_python(efforts[name])
-    build = Build(WORLDS[options.world](), options.out, effort, device, options.seed)
+    build = Build(effort.world(options.world), options.out, effort, device, options.seed)
     if not build.run(options.limit_s, options.only or STAGES):
         print(f"{', '.join(build.missing)}: not done; the same command goes on in {options.out}")
         return 3
@@ -206,7 +211,7 @@ class Build:
 
     def _other_data(self, session: Session) -> None:
         # One picture a caption: no painter is asked, so FLUX need not be there.
-        other = TrainingPictures(harder(1), self.painters, 1, self.seed + 2)
+        other = TrainingPictures(self.effort.world("hard", 1), self.painters, 1, self.seed + 2)
         self._clip("other_data", other, session)
 
     def _measure(self) -> Figures:

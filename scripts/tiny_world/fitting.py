@@ -78,7 +78,8 @@ class Fitted:
     schedule: torch.optim.lr_scheduler.LRScheduler
     batch_loss: Callable[[bool], Tensor]
     """Draws a batch and gives its loss; its argument asks for bfloat16 products."""
-    after_step: Callable[[int], None] = lambda _: None
+    after_step: Callable[[int], bool | None] = lambda _: None
+    """True says that this was enough."""
     generators: Sequence[torch.Generator] = ()
     """That batches are drawn from, beside PyTorch's own."""
     kept: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -122,8 +123,10 @@ class Fit:
         self._go_on()
         began, started_s = self.step, time.monotonic()
         kept_s = started_s
-        while self.step < self.steps:
+        enough: bool | None = False
+        while self.step < self.steps and not enough:
             loss, norm = self._advance()
+            enough = self.of.after_step(self.step)
             if self.step % max(1, self.steps // 10) == 0 or self.step == self.steps - 1:
                 self._say(f"loss {loss:.4f} norm {norm:.3f} {time.monotonic() - started_s:.1f} s")
             self.step += 1
@@ -131,8 +134,11 @@ class Fit:
             if now_s - kept_s > KEEP_EVERY_S or now_s > self.session.until_s:
                 self._keep()
                 kept_s = now_s
-            if now_s > self.session.until_s and self.step < self.steps:
+            if now_s > self.session.until_s and self.step < self.steps and not enough:
                 raise Paused(f"{self.of.name} paused after step {self.step} of {self.steps}")
+            if enough:
+                self._say("is enough")
+                self.steps = self.step
         if self.step > began:
             self._keep()
 
@@ -150,7 +156,6 @@ class Fit:
         nn.utils.clip_grad_norm_(self.of.model.parameters(), 1.0)
         self.of.optimizer.step()
         self.of.schedule.step()
-        self.of.after_step(self.step)
         return loss, norm
 
     def _gradient(self, mode: Mode) -> tuple[float, float]:
@@ -277,7 +282,7 @@ class Fit:
         if self._file is None:
             return
         state = {name: part.state_dict() for name, part in self._parts.items()}
-        state |= {"step": self.step, "mode": self.modes[0].name}
+        state |= {"step": self.step, "steps": self.steps, "mode": self.modes[0].name}
         with replacing(self._file) as file:
             torch.save(state, file)
 
@@ -287,7 +292,7 @@ class Fit:
         state = torch.load(self._file, map_location=self.session.device, weights_only=True)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
-        self.step = state["step"]
+        self.step, self.steps = state["step"], state["steps"]
         names = [mode.name for mode in self.modes]
         if state["mode"] in names:
             del self.modes[: names.index(state["mode"])]

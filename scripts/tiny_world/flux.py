@@ -28,15 +28,20 @@ from tiny_world.world import World
 
 TIME_SHIFT = 3.0
 GUIDANCE = 3.5
+WEAK = 0.6
+MEASURED, MEASURED_STEPS = 128, 16
+"""Held-out captions, a picture each, and the steps that it is drawn in."""
 TRAINED = ("transformer", "text_encoder", "text_encoder_2")
 
 
 @dataclass(frozen=True)
 class FluxEffort:
     steps: int  # few on purpose: reinforcement learning needs room to rise
-    weak_steps: int  # when the weak model is kept; at most `steps`
     batch: int
     bank: int  # encoded pictures a caption
+    weak_steps: int = 0  # when the weak model is kept; at most `steps`
+    target: float = 1.0  # the oracle at which training ends, measured every so many steps
+    measured_every: int = 0  # the weak model is then the last below WEAK of the target
     learning_rate: float = 1.5e-3
     ema: float = 0.99
     compiled: bool = False
@@ -193,10 +198,21 @@ def train_flux(world: World, folder: Path, effort: FluxEffort, session: Session)
             velocity = model.velocity(noisy, sigma, guidance, states, pooled)
         return F.mse_loss(velocity.float(), noise - x0)
 
-    def after_step(step: int) -> None:
+    asked = world.heldout[:MEASURED]
+    asked_tokens = caption_tokens(folder, asked, device)
+
+    def after_step(step: int) -> bool:
         average.update_parameters(model)
         if step + 1 == effort.weak_steps:
             weak.load_state_dict(average.module.state_dict())
+        if not effort.measured_every or (step + 1) % effort.measured_every:
+            return False
+        pictures = generate(average.module, vae, asked_tokens, MEASURED_STEPS, seed=776)
+        oracle = float(world.check(pictures.numpy(), asked).mean())
+        print(f"flux after step {step}: oracle {oracle:.3f}", flush=True)
+        if oracle < WEAK * effort.target:
+            weak.load_state_dict(average.module.state_dict())
+        return oracle >= effort.target
 
     of = Fitted(
         "flux", model, optimizer, warm_up, batch_loss, after_step,

@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 class Case:
     """A small regression whose half precision can be made to fail."""
 
-    def __init__(self, fault: str = "", faulty_step: int = 3) -> None:
+    def __init__(self, fault: str = "", faulty_step: int = 3, enough: int = STEPS) -> None:
         torch.manual_seed(1)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         self.generator = torch.Generator()
-        self.fault, self.faulty_step = fault, faulty_step
+        self.fault, self.faulty_step, self.enough = fault, faulty_step, enough
         self.done = 0
 
     def loss(self, half: bool) -> Tensor:
@@ -43,9 +43,10 @@ class Case:
         # The loss is right; the gradient is not.
         return loss + (loss - loss.detach()) if half and now and self.fault == "off" else loss
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> bool:
         self.done = step + 1
         self.average.update_parameters(self.model)
+        return self.done == self.enough
 
     def fit(self, modes: list[Mode], folder: Path | None = None, until_s: float = math.inf) -> None:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
@@ -107,6 +108,16 @@ def test_what_paused_ends_as_what_did_not(
     again = Case()
     again.fit([EXACT], tmp_path)
     assert torch.equal(again.weights, straight.weights)
+
+
+def test_what_is_enough_stays_enough(tmp_path: Path) -> None:
+    case = Case(enough=3)
+    case.fit([EXACT], tmp_path)
+    assert case.done == 3
+    again = Case()
+    again.fit([EXACT], tmp_path)
+    assert again.done == 0
+    assert torch.equal(again.weights, case.weights)
 
 
 def test_bfloat16_is_near_float32_in_flux(capsys: pytest.CaptureFixture[str]) -> None:
