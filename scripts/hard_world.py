@@ -91,7 +91,7 @@ def waves(folder: Folder, effort: str, cards: int) -> Iterator[list[Task]]:
     asked = EFFORTS[effort]
     shared = ["--config", str(folder.settings), "--cards", str(cards)]
     bias = [
-        *("granularity_bias.py", *shared, "--prompts", str(asked["prompts"]), "--processes", "3"),
+        *("granularity_bias.py", *shared, "--prompts", str(asked["prompts"]), "--processes", "6"),
         *("--data", str(folder.out / "bias.npz"), "--json", str(folder.bias)),
         *("--markdown", str(folder.out / "bias.md"), "--plot", str(folder.out / "bias.svg")),
     ]

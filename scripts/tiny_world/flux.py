@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -207,7 +208,8 @@ def train_flux(world: World, folder: Path, effort: FluxEffort, session: Session)
             weak.load_state_dict(average.module.state_dict())
         if not effort.measured_every or (step + 1) % effort.measured_every:
             return False
-        pictures = generate(average.module, vae, asked_tokens, MEASURED_STEPS, seed=776)
+        now = cast(TinyFlux, average.module)
+        pictures = generate(now, vae, asked_tokens, MEASURED_STEPS, seed=776)
         oracle = float(world.check(pictures.numpy(), asked).mean())
         print(f"flux after step {step}: oracle {oracle:.3f}", flush=True)
         if oracle < WEAK * effort.target:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,13 +30,15 @@ class Case:
         self.generator = torch.Generator()
         self.fault, self.faulty_step, self.enough = fault, faulty_step, enough
         self.done = 0
+        self.compiled: nn.Module | None = None
 
     def loss(self, half: bool) -> Tensor:
         inputs = torch.randn(16, 4) + torch.randn(4, generator=self.generator)
         now = self.done >= self.faulty_step
         if now and self.fault == "all":
             with torch.no_grad():
-                self.model[2].weight.fill_(math.inf)
+                for parameter in self.model[2].parameters():
+                    parameter.fill_(math.inf)
         outputs = self.model(inputs)
         loss = (outputs - inputs.sum(dim=1, keepdim=True)).square().mean()
         if half and now and self.fault == "nan":
@@ -53,7 +56,7 @@ class Case:
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=5)
         of = Fitted(
             "case", self.model, optimizer, schedule, self.loss, self.after_step,
-            [self.generator], {"average": self.average},
+            [self.generator], {"average": self.average}, self.compiled,
         )  # fmt: skip
         fit(of, STEPS, Session(CPU, 7, folder, until_s), modes)
 
@@ -118,6 +121,39 @@ def test_what_is_enough_stays_enough(tmp_path: Path) -> None:
     again.fit([EXACT], tmp_path)
     assert again.done == 0
     assert torch.equal(again.weights, case.weights)
+
+
+class Wrong(nn.Linear):
+    """What a faulty compiler makes of a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (math.nan if torch.compiler.is_compiling() else 1.0)
+
+
+def broken(_module: object, _inputs: object) -> None:
+    raise ValueError("no code for this card")
+
+
+@pytest.mark.parametrize(("fault", "said"), [("nan", "loss nan"), ("broken", "no code for this")])
+def test_compiled_code_that_fails_gives_way_to_the_same_eager(
+    fault: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right, case = Case(), Case()
+    right.fit([EXACT])
+    if fault == "nan":
+        wrong = Wrong(8, 1)
+        wrong.load_state_dict(case.model[2].state_dict())
+        case.model[2] = wrong
+    # Not the compiler of every day, which takes half a minute here.
+    case.model.compile = partial(  # type: ignore[method-assign]
+        case.model.compile, backend=broken if fault == "broken" else "aot_eager"
+    )
+    case.compiled = case.model
+    case.fit([Mode("compiled", compiled=True), EXACT], tmp_path)
+    assert torch.equal(right.weights, case.weights)
+    text = capsys.readouterr().out
+    assert said in text
+    assert "case step 0/8 goes on in float32" in text
 
 
 def test_bfloat16_is_near_float32_in_flux(capsys: pytest.CaptureFixture[str]) -> None:
