@@ -88,15 +88,22 @@ def waves(folder: Folder, effort: str, cards: int) -> Iterator[list[Task]]:
         command += ["--device", "cuda" if cards else "cpu", "--only", *stages]
         return Task("+".join(stages), command, [folder.note(stage) for stage in stages])
 
-    asked = EFFORTS[effort]
+    asked, (rankers, runners) = EFFORTS[effort], (6, 5) if cards else (1, 1)
     shared = ["--config", str(folder.settings), "--cards", str(cards)]
     bias = [
-        *("granularity_bias.py", *shared, "--prompts", str(asked["prompts"]), "--processes", "6"),
+        *(
+            "granularity_bias.py",
+            *shared,
+            "--prompts",
+            str(asked["prompts"]),
+            "--processes",
+            str(rankers),
+        ),
         *("--data", str(folder.out / "bias.npz"), "--json", str(folder.bias)),
         *("--markdown", str(folder.out / "bias.md"), "--plot", str(folder.out / "bias.svg")),
     ]
     runs = [
-        *("compare_algorithms.py", *shared, "--rows-of", "validation", "--processes", "5"),
+        *("compare_algorithms.py", *shared, "--rows-of", "validation", "--processes", str(runners)),
         *("--seeds", "0", "--iterations", str(asked["iterations"]), "--evaluations", "0"),
         *("--every", str(asked["every"]), "--heldout", str(asked["heldout"])),
         *("--judge-steps", *map(str, asked["judge"]), "--keep", str(folder.runs)),
