@@ -44,6 +44,10 @@ BASE_ORACLE, MOST_AFTER, MOST_AGREEMENT, FALL = (0.2, 0.4), 0.95, 0.8, 0.05
 OVERTIME_S = 40.0
 
 
+class TaskError(RuntimeError):
+    """A task ended as it should not; the message has its log's end."""
+
+
 class Task(NamedTuple):
     """A process of this script, and the files that it leaves when it is done."""
 
@@ -124,7 +128,7 @@ def run_wave(tasks: Sequence[Task], logs: Path, until_s: float) -> bool:
     """Run the tasks that are not done side by side; False where one paused.
 
     Raises:
-        RuntimeError: one failed; its log's end is printed.
+        TaskError: one failed.
     """
     going: dict[str, subprocess.Popen[bytes]] = {}
     for task in tasks:
@@ -157,7 +161,7 @@ def run_wave(tasks: Sequence[Task], logs: Path, until_s: float) -> bool:
             if code not in (0, 3, -15):
                 failed.append(f"{name} ended with {code}:\n{_last_lines(logs, name, 25)}")
     if failed:
-        raise RuntimeError("\n".join(failed))
+        raise TaskError("\n".join(failed))
     return not paused
 
 
@@ -263,11 +267,15 @@ def main() -> int:
             ["--world", "hard", "--out", str(folder.world), "--only", STAGES[0],
              "--effort", options.effort]
         )  # fmt: skip
-    with one_server(options.cards):
-        for wave in waves(folder, options.effort, options.cards):
-            if time.monotonic() > until_s or not run_wave(wave, logs, until_s):
-                print(f"not done; the same command goes on in {options.out}")
-                return 3
+    try:
+        with one_server(options.cards):
+            for wave in waves(folder, options.effort, options.cards):
+                if time.monotonic() > until_s or not run_wave(wave, logs, until_s):
+                    print(f"not done; the same command goes on in {options.out}")
+                    return 3
+    except TaskError as error:
+        print(f"{error}\nwhat is done is kept: the same command goes on", file=sys.stderr)
+        return 2
     results = read_results(folder)
     found = [base_oracle(folder), highest_oracle(results), agreement(folder), hacked(results)]
     text = markdown(found)

@@ -166,7 +166,7 @@ class Fit:
         with self._computing(mode):
             loss = self.of.batch_loss(mode.half)
             loss.backward()
-        return loss.item(), nn.utils.get_total_norm(self._gradients().values()).item()
+        return loss.item(), nn.utils.get_total_norm(list(self._gradients().values())).item()
 
     @contextmanager
     def _computing(self, mode: Mode) -> Iterator[None]:
