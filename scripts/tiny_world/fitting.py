@@ -151,7 +151,7 @@ class Fit:
                 loss, norm = self._gradient(self.modes[0])
                 wrong = self._what_is_wrong(loss, norm)
             except compile_errors() as error:
-                wrong = f"cannot be compiled: {str(error).splitlines()[0]}"
+                wrong = f"cannot be compiled: {' '.join(str(error).split())[:300]}"
             if wrong is None:
                 break
             self._fall_back(wrong)
