@@ -30,8 +30,8 @@ from g2rpo_ray.rewards.scorers.open_clip_model import load_clip_features
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, to_device
 from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tiny_world.scene import all_captions
+from tiny_world.fitting import Fitted, Session, fit
 from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
-from tiny_world.support import fit
 
 CLIP = "local-dir:tiny_world:clip"
 MEAN, STD = list(open_clip.OPENAI_DATASET_MEAN), list(open_clip.OPENAI_DATASET_STD)
@@ -186,7 +186,7 @@ def train_image_reward(folder: Path, steps: int, families: int, seed: int) -> fl
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
 
-    def batch_loss() -> Tensor:
+    def batch_loss(_half: bool) -> Tensor:
         captions, near = source.families(families, 2).unbind(dim=1)
         right = _worn(source.draw(captions), source.generator)
         flawed = _worn(source.draw_flawed(captions), source.generator)
@@ -196,7 +196,10 @@ def train_image_reward(folder: Path, steps: int, families: int, seed: int) -> fl
             [F.softplus(worse - own).mean() for worse in (miss, other, spoiled)]
         ).sum()
 
-    fit("image_reward", model, optimizer, schedule, steps, batch_loss)
+    of = Fitted(
+        "image_reward", model, optimizer, schedule, batch_loss, generators=[source.generator]
+    )
+    fit(of, steps, Session(torch.device("cpu"), seed))
     state = {renamed(name, _BLIP_NAMES): tensor for name, tensor in model.state_dict().items()}
     torch.save(state, folder / "ImageReward.pt")
     captions, near = source.families(512, 2).unbind(dim=1)

@@ -6,19 +6,21 @@
 takes a few minutes on one H100 and hours on a CPU, so the tiny world's assets are shipped; those of
 the harder one (``tiny_world/hard.py``), on which algorithms are compared, are not. Architectures
 and tokenizers are read from the shipped files; weights are trained from nothing. A build that was
-stopped goes on after its last whole stage. `--effort quick` runs a few steps of each stage to show
-that everything works.
+stopped goes on where it was a minute before, one that paused where it was: it ends with 3.
+`--only` makes some stages, so that several may be made side by side (``hard_world.py`` does).
+`--effort quick` runs a few steps of each stage to show that everything works.
 """
 
 import argparse
 import datetime
 import json
+import math
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -28,15 +30,20 @@ from pydantic import TypeAdapter
 
 import measuring
 from tiny_world.autoencoder import AutoencoderEffort, train_autoencoder
-from tiny_world.flux import FluxEffort, TinyFlux, load_flux, train_flux
+from tiny_world.fitting import Paused, Session
+from tiny_world.flux import FluxEffort, train_flux
+from tiny_world.hard import HELDOUT, SCENE_SEED, TRAIN
 from tiny_world.measure import Figures, measure_autoencoder, measure_flux, measure_rewards
 from tiny_world.rewards import Painters, RewardEffort, TrainingPictures, train_clip, train_hps
-from tiny_world.world import WORLDS, World, harder, prepare
+from tiny_world.world import World, harder, prepare, tiny
 
 SIZE_LIMIT_MB = {"tiny": 16.0, "hard": 40.0}
 README = Path(__file__).parent / "tiny_world" / "assets_readme.md"
 """What the assets' README is made from."""
 EFFORTS = Path(__file__).parent / "tiny_world" / "efforts.yaml"
+NEVER_TRAINED_ON = ("other_network", "other_data")
+"""Scorers of the harder world alone."""
+STAGES = ("prompts", "vae", "flux", "clip", "hps", *NEVER_TRAINED_ON, "measure")
 
 
 @dataclass(frozen=True)
@@ -51,18 +58,23 @@ class Effort:
     vae_pictures: int
     captions: int | None  # held-out ones to measure; none: all
     rounds: int  # generated pictures a held-out caption and step count
+    scenes: tuple[int, int] = (TRAIN, HELDOUT)  # of the harder world
+
+    def world(self, name: str, seed: int = SCENE_SEED) -> World:
+        return tiny() if name == "tiny" else harder(seed, *self.scenes)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = measuring.make_parser(__doc__)
-    parser.add_argument("--world", choices=tuple(WORLDS), default="tiny")
+    parser.add_argument("--world", choices=tuple(SIZE_LIMIT_MB), default="tiny")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="assets folder")
     parser.add_argument("--seed", type=int, default=0, help="of all training (default 0)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
     parser.add_argument(
         "--effort", choices=("full", "trial", "quick"), default="full", help="see efforts.yaml"
     )
-    parser.add_argument("--limit-s", type=float, default=0.0, help="start no stage after this")
+    parser.add_argument("--limit-s", type=float, default=0.0, help="pause after this")
+    parser.add_argument("--only", nargs="+", choices=STAGES, metavar="STAGE", help=str(STAGES))
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no GPU is visible here; allowed: cpu")
@@ -74,9 +86,13 @@ def main(arguments: list[str] | None = None) -> None:
     efforts = yaml.safe_load(EFFORTS.read_text())
     name = ("" if options.world == "tiny" else "hard_") + options.effort
     effort = TypeAdapter(Effort).validate_python(efforts[name])
-    build = Build(WORLDS[options.world](), options.out, effort, device, options.seed)
-    if not build.run(options.limit_s):
-        sys.exit(f"stopped by --limit-s; the same command goes on in {options.out}")
+    build = Build(effort.world(options.world), options.out, effort, device, options.seed)
+    if not build.run(options.limit_s, options.only or STAGES):
+        print(f"{', '.join(build.missing)}: not done; the same command goes on in {options.out}")
+        return 3
+    if build.missing:
+        return 0
+    build.end()
     seconds, figures = build.seconds, build.figures
     for name, value in figures.items():
         print(f"{name:<32} {value:.4f}")
@@ -97,6 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(
             f"{options.out} holds {total:.1f} MB; at most {limit} MB may be shipped or carried"
         )
+    return 0
 
 
 class Build:
@@ -112,65 +129,90 @@ class Build:
         self.work = out.with_name(out.name + ".work")
         """What later stages need, and nobody else."""
 
-    def run(self, limit_s: float) -> bool:
-        """Do what is not done yet; False where time ended before."""
-        stages: dict[str, Callable[[], Figures | None]] = {
-            "prompts": lambda: prepare(self.world, self.out),
+    @property
+    def stages(self) -> dict[str, Callable[[Session], Figures | None]]:
+        every: dict[str, Callable[[Session], Figures | None]] = {
+            "prompts": lambda _: prepare(self.world, self.out),
             "vae": self._vae,
             "flux": self._flux,
-            "clip": lambda: self._clip("clip", self.pictures),
+            "clip": lambda session: self._clip("clip", self.pictures, session),
             "hps": self._hps,
+            "other_network": lambda session: self._clip("other_network", self.pictures, session),
+            "other_data": self._other_data,
+            "measure": lambda _: self._measure(),
         }
-        if self.world.name == "hard":
-            stages |= {
-                "other_network": lambda: self._clip("other_network", self.pictures),
-                "other_data": self._other_data,
-            }
-        stages["measure"] = self._measure
+        left_out = () if self.world.name == "hard" else NEVER_TRAINED_ON
+        return {name: stage for name, stage in every.items() if name not in left_out}
+
+    @property
+    def missing(self) -> list[str]:
+        """Stages that are not done."""
+        return [name for name in self.stages if not self._note(name).exists()]
+
+    def _note(self, stage: str) -> Path:
+        return self.work / f"{stage}.json"
+
+    def run(self, limit_s: float, only: Sequence[str]) -> bool:
+        """Do what is not done yet of some stages; False where time ended before."""
         self.work.mkdir(parents=True, exist_ok=True)
-        started_s = time.monotonic()
-        for name, stage in stages.items():
-            note = self.work / f"{name}.json"
-            if not note.exists():
-                if limit_s and time.monotonic() - started_s > limit_s:
-                    return False
-                seconds, figures = measuring.timed(stage)
-                measuring.write_json(note, [round(seconds, 1), figures or {}])
-            self.seconds[name], figures = json.loads(note.read_text())
-            self.figures |= figures
-            print(f"{name}: {self.seconds[name]} s")
-        shutil.rmtree(self.work)
+        until_s = time.monotonic() + (limit_s or math.inf)
+        session = Session(self.device, self.seed, self.work, until_s)
+        for name in self.missing:
+            if name not in only:
+                continue
+            if time.monotonic() > until_s:
+                return False
+            spent = self.work / f"{name}.spent"
+            before_s = float(spent.read_text()) if spent.exists() else 0.0
+            started_s = time.monotonic()
+            try:
+                figures = self.stages[name](session)
+            except Paused as paused:
+                print(paused)
+                return False
+            finally:
+                seconds = before_s + time.monotonic() - started_s
+                spent.write_text(f"{seconds:.1f}")
+            measuring.write_json(self._note(name), [round(seconds, 1), figures or {}])
+            # Of no use any more, and larger than all that is made.
+            (self.work / f"{name}.pt").unlink(missing_ok=True)
+            print(f"{name}: {seconds:.1f} s")
         return True
 
-    def _vae(self) -> None:
-        train_autoencoder(
-            self.world, self.out / "flux" / "vae", self.effort.vae, self.device, self.seed
-        )
+    def end(self) -> None:
+        """Take the figures together, and leave nothing beside what was made."""
+        for name in self.stages:
+            self.seconds[name], figures = json.loads(self._note(name).read_text())
+            self.figures |= figures
+        shutil.rmtree(self.work)
 
-    def _flux(self) -> None:
-        flux = self.out / "flux"
-        weak = train_flux(self.world, flux, self.effort.flux, self.device, self.seed)
-        torch.save(weak.state_dict(), self.work / "weak.pt")
+    def _vae(self, session: Session) -> None:
+        train_autoencoder(self.world, self.out / "flux" / "vae", self.effort.vae, session)
+
+    def _flux(self, session: Session) -> None:
+        weak = train_flux(self.world, self.out / "flux", self.effort.flux, session)
+        torch.save(weak.state_dict(), self.work / "weak.weights")
+
+    @cached_property
+    def painters(self) -> Painters:
+        return Painters(self.out / "flux", self.work / "weak.weights", self.device)
 
     @cached_property
     def pictures(self) -> TrainingPictures:
-        flux = self.out / "flux"
-        good, vae = load_flux(flux, self.device)
-        weak = TinyFlux(flux)
-        weak.load_state_dict(torch.load(self.work / "weak.pt", weights_only=True))
-        painters = Painters(good, weak.to(self.device).eval(), vae, flux)
-        return TrainingPictures(self.world, painters, self.device, self.effort.bank, self.seed)
+        return TrainingPictures(self.world, self.painters, self.effort.bank, self.seed)
 
-    def _clip(self, name: str, pictures: TrainingPictures) -> None:
-        train_clip(self.out / name, pictures, self.effort.clip, self.device, self.seed)
+    def _clip(self, name: str, pictures: TrainingPictures, session: Session) -> None:
+        train_clip(self.out / name, pictures, self.effort.clip, session)
 
-    def _hps(self) -> None:
+    def _hps(self, session: Session) -> None:
         folders = self.out / "hps", self.out / "clip"
-        train_hps(*folders, self.pictures, self.effort.hps, self.device, self.seed + 1)
+        session = replace(session, seed=self.seed + 1)
+        train_hps(*folders, self.pictures, self.effort.hps, session)
 
-    def _other_data(self) -> None:
-        other = TrainingPictures(harder(1), self.pictures.painters, self.device, 1, self.seed + 2)
-        self._clip("other_data", other)
+    def _other_data(self, session: Session) -> None:
+        # One picture a caption: no painter is asked, so FLUX need not be there.
+        other = TrainingPictures(self.effort.world("hard", 1), self.painters, 1, self.seed + 2)
+        self._clip("other_data", other, session)
 
     def _measure(self) -> Figures:
         torch.set_float32_matmul_precision("highest")
@@ -211,4 +253,4 @@ def _readme(options: argparse.Namespace, result: dict) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -169,7 +169,8 @@ def collect(study: Study, options: argparse.Namespace) -> dict[int, npt.NDArray[
             saved_s = time.monotonic()
             seconds = saved_s - started_s
             print(f"{len(done)} prompts, {evaluations:,} evaluations, {seconds:.0f} s")
-    _save(done, options.data)
+    if done:
+        _save(done, options.data)
     return done
 
 
@@ -199,7 +200,7 @@ def main() -> int:
     done = collect(study, options)
     if not done:
         print("no prompt was drawn within --limit-s", file=sys.stderr)
-        return 1
+        return 3
     config = load_config(options.config, list(options.set))
     scores = np.stack([done[number] for number in sorted(done)])
     rows = rows_of(Correlations(scores, sorted(config.rewards), config))

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ import torch
 import yaml
 from torch import Tensor
 
-from g2rpo_ray.cluster.connect import free_address
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.models.conditioning import Conditioning
@@ -119,7 +119,10 @@ def join_alone(device: torch.device) -> None:
     # DeepSpeed asks for cards when it is imported: not in a process that is still to fork.
     from g2rpo_ray.learner.engine import join_process_group
 
-    join_process_group(0, 1, *free_address(), 600, device)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    join_process_group(0, 1, "127.0.0.1", port, 600, device)
 
 
 def timed(run: Callable[[], T]) -> tuple[float, T]:

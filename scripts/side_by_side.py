@@ -35,7 +35,7 @@ def side_by_side(
     deadline_s = time.monotonic() + (limit_s or float("inf"))
     context = multiprocessing.get_context("spawn")
     with (
-        _shared(cards),
+        one_server(cards),
         context.Pool(processes, _see_one_card, (cards,), 1 if fresh else None) as pool,
     ):
         results = pool.imap_unordered(work, jobs, chunksize=1)
@@ -54,7 +54,7 @@ def _see_one_card(cards: int) -> None:
 
 
 @contextmanager
-def _shared(cards: int) -> Iterator[None]:
+def one_server(cards: int) -> Iterator[None]:
     """CUDA's MPS daemon, without which the processes of a card take turns."""
     if not cards or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield

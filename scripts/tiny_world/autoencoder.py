@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor
 
+from tiny_world.fitting import Fitted, Session, fit
 from tiny_world.pictures import PictureSource, to_network, to_pictures
-from tiny_world.support import fit, half_precision, save_half
+from tiny_world.support import half_precision, save_half
 from tiny_world.world import World
 
 SCALING, SHIFT = 0.3611, 0.1159  # FLUX.1's: (latent - SHIFT) * SCALING has about unit variance
@@ -34,15 +35,16 @@ def decode(vae: AutoencoderKL, latents: Tensor) -> Tensor:
 
 
 def train_autoencoder(
-    world: World, folder: Path, effort: AutoencoderEffort, device: torch.device, seed: int
+    world: World, folder: Path, effort: AutoencoderEffort, session: Session
 ) -> None:
     """Train the `vae` whose configuration lies in the folder, and write it there.
 
     Two terms beside the reconstruction error: the usual KL, very weak, and one that holds mean and
     spread of every latent channel at what FLUX's shift and scaling undo.
     """
-    torch.manual_seed(seed)
-    source = PictureSource(device, seed, world)
+    torch.manual_seed(session.seed)
+    device = session.device
+    source = PictureSource(device, session.seed, world)
     # FLUX's form: factor 8, 16 latent channels, no quantisation layers.
     vae = AutoencoderKL.from_config(AutoencoderKL.load_config(folder))
     vae = vae.to(device, memory_format=torch.channels_last).train()
@@ -51,9 +53,9 @@ def train_autoencoder(
         optimizer, effort.learning_rate, total_steps=effort.steps, pct_start=0.05
     )
 
-    def batch_loss() -> Tensor:
+    def batch_loss(half: bool) -> Tensor:
         values = to_network(source.draw(source.captions(effort.batch)))
-        with half_precision(device):
+        with half_precision(device, half):
             posterior = vae.encode(values).latent_dist
             decoded = vae.decode(posterior.sample()).sample.float()
         mean = (posterior.mean.float() - SHIFT) * SCALING
@@ -64,5 +66,6 @@ def train_autoencoder(
         error = F.mse_loss(decoded, values) + 0.2 * F.l1_loss(decoded, values)
         return error + 3e-5 * kl + 0.01 * statistics
 
-    fit("vae", vae, optimizer, schedule, effort.steps, batch_loss)
+    of = Fitted("vae", vae, optimizer, schedule, batch_loss, generators=[source.generator])
+    fit(of, effort.steps, session)
     save_half(vae, folder)

@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -21,21 +22,27 @@ from transformers import (
 
 from g2rpo_ray.maths.schedule import static_shift_schedule
 from tiny_world.autoencoder import decode, encode
+from tiny_world.fitting import Fitted, Session, fit
 from tiny_world.pictures import PictureSource
-from tiny_world.support import fit, half_precision, save_half
+from tiny_world.support import half_precision, save_half
 from tiny_world.world import World
 
 TIME_SHIFT = 3.0
 GUIDANCE = 3.5
+WEAK = 0.6
+MEASURED, MEASURED_STEPS = 128, 16
+"""Held-out captions, a picture each, and the steps that it is drawn in."""
 TRAINED = ("transformer", "text_encoder", "text_encoder_2")
 
 
 @dataclass(frozen=True)
 class FluxEffort:
     steps: int  # few on purpose: reinforcement learning needs room to rise
-    weak_steps: int  # when the weak model is kept; at most `steps`
     batch: int
     bank: int  # encoded pictures a caption
+    weak_steps: int = 0  # when the weak model is kept; at most `steps`
+    target: float = 1.0  # the oracle at which training ends, measured every so many steps
+    measured_every: int = 0  # the weak model is then the last below WEAK of the target
     learning_rate: float = 1.5e-3
     ema: float = 0.99
     compiled: bool = False
@@ -153,9 +160,7 @@ def _latent_bank(vae: AutoencoderKL, source: PictureSource, per_caption: int) ->
     )
 
 
-def train_flux(
-    world: World, folder: Path, effort: FluxEffort, device: torch.device, seed: int
-) -> TinyFlux:
+def train_flux(world: World, folder: Path, effort: FluxEffort, session: Session) -> TinyFlux:
     """Train on all captions and write the parts of the FLUX folder beside its `vae`.
 
     Times are uniform before the shift, so they fall as densely as a shift-3 schedule walks them.
@@ -165,9 +170,10 @@ def train_flux(
         An earlier, worse model in half precision's numbers, whose pictures lose against drawn ones.
     """
     weak = TinyFlux(folder)
-    torch.manual_seed(seed)
+    torch.manual_seed(session.seed)
+    device = session.device
     vae = AutoencoderKL.from_pretrained(folder / "vae").to(device).eval()
-    source = PictureSource(device, seed, world)
+    source = PictureSource(device, session.seed, world)
     bank = _latent_bank(vae, source, effort.bank)
     tokens = caption_tokens(folder, world.captions, device)
     model = TinyFlux(folder).to(device)
@@ -177,7 +183,7 @@ def train_flux(
     )
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, 1.0, total_iters=100)
 
-    def batch_loss() -> Tensor:
+    def batch_loss(half: bool) -> Tensor:
         captions = torch.randint(len(tokens), (effort.batch,), device=device)
         x0 = bank[torch.randint(effort.bank, (effort.batch,), device=device), captions].float()
         noise = torch.randn_like(x0)
@@ -188,19 +194,34 @@ def train_flux(
         sigma = TIME_SHIFT * uniform / (1 + (TIME_SHIFT - 1) * uniform)
         guidance = 1 + 5 * torch.rand_like(sigma)
         noisy = torch.lerp(x0, noise, sigma[:, None, None])
-        with half_precision(device):
+        with half_precision(device, half):
             states, pooled = model.embed(tokens[captions])
             velocity = model.velocity(noisy, sigma, guidance, states, pooled)
         return F.mse_loss(velocity.float(), noise - x0)
 
-    def after_step(step: int) -> None:
+    asked = world.heldout[:MEASURED]
+    asked_tokens = caption_tokens(folder, asked, device)
+
+    def after_step(step: int) -> bool:
         average.update_parameters(model)
         if step + 1 == effort.weak_steps:
             weak.load_state_dict(average.module.state_dict())
+        if not effort.measured_every or (step + 1) % effort.measured_every:
+            return False
+        now = cast(TinyFlux, average.module)
+        pictures = generate(now, vae, asked_tokens, MEASURED_STEPS, seed=776)
+        oracle = float(world.check(pictures.numpy(), asked).mean())
+        print(f"flux after step {step}: oracle {oracle:.3f}", flush=True)
+        if oracle < WEAK * effort.target:
+            weak.load_state_dict(average.module.state_dict())
+        return oracle >= effort.target
 
-    if effort.compiled:
-        model.transformer.compile()
-    fit("flux", model, optimizer, warm_up, effort.steps, batch_loss, after_step)
+    of = Fitted(
+        "flux", model, optimizer, warm_up, batch_loss, after_step,
+        kept={"average": average, "weak": weak},
+        compiled=model.transformer if effort.compiled else None,
+    )  # fmt: skip
+    fit(of, effort.steps, session)
     for part in TRAINED:
         save_half(getattr(average.module, part), folder / part)
     return weak.half().float().to(device).eval()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import open_clip
@@ -12,9 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tiny_world.autoencoder import decode, encode
-from tiny_world.flux import TinyFlux, caption_tokens, finish, generate
+from tiny_world.fitting import Fitted, Session, fit
+from tiny_world.flux import TinyFlux, caption_tokens, finish, generate, load_flux
 from tiny_world.pictures import PictureSource, blur, to_network, to_pictures
-from tiny_world.support import fit, half_precision
+from tiny_world.support import half_precision
 from tiny_world.world import World
 
 CLIP_WEIGHTS = "open_clip_model.safetensors"
@@ -54,14 +56,14 @@ class Reader:
     def __init__(self, world: World, folder: Path, device: torch.device) -> None:
         tokenize = open_clip.get_tokenizer(f"local-dir:{folder.resolve()}")
         self.tokens = tokenize(world.captions).to(device)  # [C, 12]; longer in a larger world
-        self.device, self.training = device, False
+        self.device, self.half = device, False
         self.mean = torch.tensor(open_clip.OPENAI_DATASET_MEAN, device=device)[:, None, None]
         self.std = torch.tensor(open_clip.OPENAI_DATASET_STD, device=device)[:, None, None]
 
     def image_features(self, model: open_clip.CLIP, values: Tensor) -> Tensor:
         """Unit features [B, 64] of pictures [B, 3, H, W] in [-1, 1]."""
         values = ((values + 1) / 2 - self.mean) / self.std
-        with half_precision(self.device, self.training):
+        with half_precision(self.device, self.half):
             features = model.encode_image(values)
         return F.normalize(features.float(), dim=-1)
 
@@ -83,13 +85,31 @@ def score(model: open_clip.CLIP, reader: Reader, pictures: Tensor, captions: Ten
 
 @dataclass(frozen=True)
 class Painters:
-    """The generators whose hand the reward models must know: the FLUX folder and a weaker one."""
+    """The generators whose hand the reward models must know, read when they are asked."""
 
-    good: TinyFlux
-    weak: TinyFlux
-    vae: AutoencoderKL
     folder: Path
-    """The good one's."""
+    """Of FLUX, the good one."""
+    weak_file: Path
+    """Weights of a weaker one."""
+    device: torch.device
+
+    @cached_property
+    def _loaded(self) -> tuple[TinyFlux, AutoencoderKL]:
+        return load_flux(self.folder, self.device)
+
+    @property
+    def good(self) -> TinyFlux:
+        return self._loaded[0]
+
+    @property
+    def vae(self) -> AutoencoderKL:
+        return self._loaded[1]
+
+    @cached_property
+    def weak(self) -> TinyFlux:
+        weak = TinyFlux(self.folder)
+        weak.load_state_dict(torch.load(self.weak_file, weights_only=True))
+        return weak.to(self.device).eval()
 
 
 class TrainingPictures:
@@ -101,12 +121,10 @@ class TrainingPictures:
     caption, because that takes longer than a training step; with one round, no painter is asked.
     """
 
-    def __init__(
-        self, world: World, painters: Painters, device: torch.device, rounds: int, seed: int
-    ) -> None:
-        self.source = PictureSource(device, seed, world)
+    def __init__(self, world: World, painters: Painters, rounds: int, seed: int) -> None:
+        self.source = PictureSource(painters.device, seed, world)
         self.painters = painters
-        self.tokens = caption_tokens(painters.folder, world.captions, device)
+        self.tokens = caption_tokens(painters.folder, world.captions, painters.device)
         self._right = self._bank(self._draw_right, rounds)
         self._flawed = self._bank(self._draw_flawed, rounds)
 
@@ -129,7 +147,8 @@ class TrainingPictures:
     def _bank(self, draw: Callable[[Tensor, int], Tensor], rounds: int) -> Tensor:
         """uint8 [rounds, C, H, W, 3] on the device."""
         parts = torch.arange(len(self.source.world.codes)).split(960)
-        with half_precision(self.source.device):
+        # On a CPU it would be slower than float32.
+        with half_precision(self.source.device, self.source.device.type == "cuda"):
             return torch.stack(
                 [torch.cat([draw(part, turn) for part in parts]) for turn in range(rounds)]
             )
@@ -194,9 +213,14 @@ def _same_scene(source: PictureSource, captions: Tensor, device: torch.device) -
 
 
 def _fit(
-    model: open_clip.CLIP, effort: RewardEffort, name: str, batch_loss: Callable[[], Tensor]
+    model: open_clip.CLIP,
+    effort: RewardEffort,
+    name: str,
+    batch_loss: Callable[[bool], Tensor],
+    source: PictureSource,
+    session: Session,
 ) -> None:
-    """AdamW with a one-cycle rate over `batch_loss()`."""
+    """AdamW with a one-cycle rate over `batch_loss()`, whose captions come from the source."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     others = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -212,24 +236,26 @@ def _fit(
         with torch.no_grad():
             model.logit_scale.clamp_(max=4.6)  # the logarithm of CLIP's own limit
 
-    fit(name, model, optimizer, schedule, effort.steps, batch_loss, at_most_100)
+    of = Fitted(name, model, optimizer, schedule, batch_loss, at_most_100, [source.generator])
+    fit(of, effort.steps, session)
 
 
 def train_clip(
-    folder: Path, pictures: TrainingPictures, effort: RewardEffort, device: torch.device, seed: int
+    folder: Path, pictures: TrainingPictures, effort: RewardEffort, session: Session
 ) -> None:
     """Train the `local-dir:` folder's architecture from nothing on pictures and captions.
 
     `hf_tokenizer_name` makes open_clip read the tokenizer from the folder itself; its own
     vocabulary path (`bpe_path`) would depend on the current directory.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(session.seed)
+    device = session.device
     model = open_clip.create_model(f"local-dir:{folder.resolve()}", load_weights=False)
     model = model.to(device).train()
     reader = Reader(pictures.source.world, folder, device)
-    reader.training = True
 
-    def batch_loss() -> Tensor:
+    def batch_loss(half: bool) -> Tensor:
+        reader.half = half
         captions = pictures.source.families(effort.families, FAMILY)
         images = pictures.right(captions.flatten())
         flaws = pictures.flawed(captions.flatten()[: effort.flawed])
@@ -242,7 +268,7 @@ def train_clip(
             _same_scene(pictures.source, captions.flatten(), device),
         )
 
-    _fit(model, effort, folder.name, batch_loss)
+    _fit(model, effort, folder.name, batch_loss, pictures.source, session)
     save_file(_half_state(model), folder / CLIP_WEIGHTS)
 
 
@@ -251,21 +277,21 @@ def train_hps(
     clip_folder: Path,
     pictures: TrainingPictures,
     effort: RewardEffort,
-    device: torch.device,
-    seed: int,
+    session: Session,
 ) -> None:
     """Fine-tune the CLIP on preferences and write the checkpoint with its architecture.
 
     The winner is a right picture. The losers are a right picture of a near-miss caption, a flawed
     picture, and one by the weak model: nobody asks the oracle.
     """
-    torch.manual_seed(seed)
+    torch.manual_seed(session.seed)
+    device = session.device
     model = load_clip(clip_folder, device).train()
     reader = Reader(pictures.source.world, folder, device)
-    reader.training = True
-    drawn, drawn_captions = _generated(pictures, effort.generated, seed)
+    drawn, drawn_captions = _generated(pictures, effort.generated, session.seed)
 
-    def batch_loss() -> Tensor:
+    def batch_loss(half: bool) -> Tensor:
+        reader.half = half
         captions = pictures.source.families(effort.families, FAMILY)
         chosen = torch.randint(len(drawn), (effort.flawed,), generator=pictures.source.generator)
         beside = drawn_captions[chosen]
@@ -301,7 +327,7 @@ def train_hps(
         )
         return any_caption + same_caption + 0.3 * anchor
 
-    _fit(model, effort, "hps", batch_loss)
+    _fit(model, effort, "hps", batch_loss, pictures.source, session)
     torch.save({"state_dict": _half_state(model)}, folder / HPS_WEIGHTS)
 
 

@@ -95,9 +95,11 @@ def tiny() -> World:
 
 
 @lru_cache
-def harder(seed: int = hard.SCENE_SEED) -> World:
+def harder(
+    seed: int = hard.SCENE_SEED, train: int = hard.TRAIN, heldout: int = hard.HELDOUT
+) -> World:
     """The world of ``hard.py``: some of its 614,400 scenes, and three near misses of each."""
-    base = sample_apart(hard.TRAIN + hard.HELDOUT, seed)
+    base = sample_apart(train + heldout, seed)
     near = [change_one(base, hard.CHOICES, (2, 6), 1, seed + number) for number in range(3)]
     codes = torch.cat([base, *near])
     captions = [hard.caption_of(tuple(code)) for code in codes.tolist()]
@@ -111,8 +113,8 @@ def harder(seed: int = hard.SCENE_SEED) -> World:
         lay_out=hard.lay_out,
         paint=hard.paint,
         check=hard_oracle.check,
-        train=captions[: hard.TRAIN],
-        heldout=captions[hard.TRAIN : len(base)],
+        train=captions[:train],
+        heldout=captions[train : len(base)],
         steps=(8, 16, 28),
     )
 
@@ -132,8 +134,6 @@ def scene_numbers(codes: Tensor) -> Tensor:
     places = torch.tensor([*hard.CHOICES[1:], 1]).flip(0).cumprod(0).flip(0)
     return torch.minimum((codes * places).sum(dim=1), (mirrored * places).sum(dim=1))
 
-
-WORLDS = {"tiny": tiny, "hard": harder}
 
 HARD_SIZES: dict[str, dict[str, Any]] = {
     "flux/vae/config.json": {"block_out_channels": [24, 32, 48, 64], "sample_size": hard.SIDE},

@@ -1,0 +1,289 @@
+"""Build the harder world and show whether it is fit for a comparison of algorithms.
+
+    python scripts/hard_world.py --out runs/hard --cards 1 --limit-s 540
+
+Writes the world to ``OUT/world``, then makes what the four conditions rest on: the base model's
+figures, how granularities rank its branches, and runs at the paper's settings with two that are to
+hack their reward. What needs nothing of each other runs side by side, on a card under CUDA's MPS.
+Where ``--limit-s`` ends it, it ends with 3, and the same command goes on. ``OUT/world.md`` says
+whether the conditions hold; if one does not, it ends with 1.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+from pydantic import TypeAdapter
+
+import build_tiny_world
+import measuring
+from build_tiny_world import STAGES
+from comparing.runs import BASE, Point, Result
+from g2rpo_ray.common.files import replacing
+from g2rpo_ray.config import load_config
+from judgement import interval
+from side_by_side import one_server
+
+SCRIPTS = Path(__file__).parent
+RUN = SCRIPTS / "tiny_world" / "hard_run.yaml"
+EFFORTS: dict[str, dict[str, Any]] = {
+    "full": {"iterations": 150, "every": 25, "heldout": 64, "prompts": 24, "judge": [16, 28]},
+    "trial": {"iterations": 6, "every": 2, "heldout": 8, "prompts": 2, "judge": [16]},
+    "quick": {"iterations": 3, "every": 1, "heldout": 2, "prompts": 1, "judge": [4]},
+}
+SMALL: dict[str, Any] = {"steps": 6, "members": 2, "prompts_per_iteration": 1}
+"""Sampling of the quick effort."""
+BASE_ORACLE, MOST_AFTER, MOST_AGREEMENT, FALL = (0.2, 0.4), 0.95, 0.8, 0.05
+"""The conditions; a run is hacked where its oracle falls by so much while its rewards rise."""
+OVERTIME_S = 40.0
+
+
+class TaskError(RuntimeError):
+    """A task ended as it should not; the message has its log's end."""
+
+
+class Task(NamedTuple):
+    """A process of this script, and the files that it leaves when it is done."""
+
+    name: str
+    command: list[str]
+    leaves: list[Path]
+
+
+class Folder:
+    """Where everything lies."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.world, self.figures = out / "world", out / "world.json"
+        self.settings, self.runs = out / "run.yaml", out / "runs"
+        self.bias, self.curves = out / "bias.json", out / "runs.json"
+
+    def note(self, stage: str) -> Path:
+        return self.figures if self.figures.exists() else self.out / "world.work" / f"{stage}.json"
+
+
+def write_settings(folder: Folder, effort: str, cards: int) -> None:
+    """The settings of every run, with the world's place."""
+    text = RUN.read_text(encoding="utf-8").replace("runs/hard/world", str(folder.world.absolute()))
+    settings = yaml.safe_load(text)
+    if not cards:
+        settings["rollout"]["gpus_per_worker"] = settings["learner"]["gpus_per_rank"] = 0
+    if effort == "quick":
+        settings["sampling"] |= SMALL
+        settings["g2rpo"]["sde_steps"] = [0, 1]
+        settings["evaluation"] |= {"pictures_per_prompt": 1, "steps": 4}
+    with replacing(folder.settings) as file:
+        file.write_text(yaml.safe_dump(settings, allow_unicode=True))
+
+
+def waves(folder: Folder, effort: str, cards: int) -> Iterator[list[Task]]:
+    """What may run at the same time, one after the other."""
+
+    def build(*stages: str) -> Task:
+        command = ["build_tiny_world.py", "--world", "hard", "--effort", effort]
+        command += ["--out", str(folder.world), "--json", str(folder.figures)]
+        command += ["--device", "cuda" if cards else "cpu", "--only", *stages]
+        return Task("+".join(stages), command, [folder.note(stage) for stage in stages])
+
+    asked, (rankers, runners) = EFFORTS[effort], (6, 5) if cards else (1, 1)
+    shared = ["--config", str(folder.settings), "--cards", str(cards)]
+    bias = [
+        *(
+            "granularity_bias.py",
+            *shared,
+            "--prompts",
+            str(asked["prompts"]),
+            "--processes",
+            str(rankers),
+        ),
+        *("--data", str(folder.out / "bias.npz"), "--json", str(folder.bias)),
+        *("--markdown", str(folder.out / "bias.md"), "--plot", str(folder.out / "bias.svg")),
+    ]
+    runs = [
+        *("compare_algorithms.py", *shared, "--rows-of", "validation", "--processes", str(runners)),
+        *("--seeds", "0", "--iterations", str(asked["iterations"]), "--evaluations", "0"),
+        *("--every", str(asked["every"]), "--heldout", str(asked["heldout"])),
+        *("--judge-steps", *map(str, asked["judge"]), "--keep", str(folder.runs)),
+        *("--json", str(folder.curves), "--plot", str(folder.out / "runs.svg")),
+        *("--markdown", str(folder.out / "runs.md")),
+    ]
+    yield [build("vae", "flux"), build("other_data")]
+    yield [build("clip", "hps"), build("other_network")]
+    plot = folder.out / "runs.svg"  # runs.json is there from the first run on
+    yield [
+        Task("measure", build("measure").command, [folder.figures]),
+        Task("bias", bias, [folder.bias]),
+        Task("runs", runs, [plot]),
+    ]
+
+
+def run_wave(tasks: Sequence[Task], logs: Path, until_s: float) -> bool:
+    """Run the tasks that are not done side by side; False where one paused.
+
+    Raises:
+        TaskError: one failed.
+    """
+    going: dict[str, subprocess.Popen[bytes]] = {}
+    for task in tasks:
+        if all(file.exists() for file in task.leaves):
+            continue
+        left_s = max(until_s - time.monotonic(), 1.0)
+        command = [sys.executable, str(SCRIPTS / task.command[0]), *task.command[1:]]
+        with (logs / f"{task.name}.log").open("a") as log:
+            going[task.name] = subprocess.Popen(
+                [*command, "--limit-s", f"{left_s:.0f}"], stdout=log, stderr=subprocess.STDOUT
+            )
+    paused, failed = False, []
+    started_s = said_s = time.monotonic()
+    while going:
+        time.sleep(0.5)
+        now_s = time.monotonic()
+        if now_s - said_s > 30:
+            said_s = now_s
+            for name in going:
+                print(f"  {name}: {_last_lines(logs, name, 1)}")
+        for name, process in list(going.items()):
+            if process.poll() is None and now_s < until_s + OVERTIME_S:
+                continue
+            process.terminate()
+            code = process.wait()
+            del going[name]
+            print(f"{name}: ended with {code} after {now_s - started_s:.0f} s")
+            # What was terminated goes on from what it kept.
+            paused |= code in (3, -15)
+            if code not in (0, 3, -15):
+                failed.append(f"{name} ended with {code}:\n{_last_lines(logs, name, 25)}")
+    if failed:
+        raise TaskError("\n".join(failed))
+    return not paused
+
+
+def _last_lines(logs: Path, name: str, count: int) -> str:
+    lines = (logs / f"{name}.log").read_text(errors="replace").splitlines()
+    return "\n".join(line[:300] for line in lines[-count:])
+
+
+class Found(NamedTuple):
+    """One condition, and what was found."""
+
+    condition: str
+    wanted: str
+    found: str
+    holds: bool
+
+
+def base_oracle(folder: Folder) -> Found:
+    figures = json.loads(folder.figures.read_text())["figures"]
+    by_steps = {name.split("_")[2]: v for name, v in figures.items() if name.startswith("flux_ora")}
+    low, high = BASE_ORACLE
+    said = ", ".join(f"{value:.3f} at {steps}" for steps, value in by_steps.items())
+    holds = all(low <= value <= high for value in by_steps.values())
+    return Found("the base model's oracle", f"{low} to {high}", f"{said} steps", holds)
+
+
+def agreement(folder: Folder) -> Found:
+    row = next(r for r in json.loads(folder.bias.read_text()) if r["row"] == "Λ={3}")
+    mean, low, high = row["with Λ={1}"]
+    what = "correlation of λ=1's and λ=3's advantages inside groups"
+    found = f"{mean:.3f} ({low:.3f}, {high:.3f})"
+    return Found(what, f"below {MOST_AGREEMENT}", found, mean < MOST_AGREEMENT)
+
+
+def read_results(folder: Folder) -> list[Result]:
+    adapter = TypeAdapter(Result)
+    return [adapter.validate_json(f.read_text()) for f in sorted(folder.runs.glob("*/result.json"))]
+
+
+def highest_oracle(results: Sequence[Result]) -> Found:
+    runs = [result for result in results if result.job.row.startswith("G2RPO")]
+    best = {r.job.row: max(point.rewards["oracle"] for point in r.points) for r in runs}
+    said = ", ".join(f"{row}: {value:.3f}" for row, value in best.items())
+    what = f"highest oracle within {min(r.iteration for r in runs)} iterations"
+    return Found(what, f"below {MOST_AFTER}", said, max(best.values()) < MOST_AFTER)
+
+
+def hacked(results: Sequence[Result]) -> Found:
+    """Between any measurement and a later one."""
+    said, holds = [], False
+    base = next(result for result in results if result.job.row == BASE)
+    steps = next(iter(base.judged))
+    for run in results:
+        if run is base:
+            continue
+        names = sorted(load_config(run.job.config, run.job.overrides).trained_rewards)
+        found = max(
+            (
+                one.rewards["oracle"] - other.rewards["oracle"]
+                for number, one in enumerate(run.points)
+                for other in run.points[number + 1 :]
+                if _rose(one, other, names)
+            ),
+            default=0.0,
+        )
+        holds |= found >= FALL
+        change = np.subtract(run.judged[steps]["oracle"], base.judged[steps]["oracle"])
+        mean, low, high = interval(change[None])
+        said.append(
+            f"{run.job.row}: largest fall {found:.3f}; base to end {mean:+.3f} "
+            f"({low:+.3f}, {high:+.3f})"
+        )
+    wanted = f"a run whose trained rewards rise while the oracle falls by {FALL}"
+    return Found("hacking", wanted, "; ".join(said), holds)
+
+
+def _rose(one: Point, other: Point, names: Sequence[str]) -> bool:
+    return all(other.rewards[name] > one.rewards[name] for name in names)
+
+
+def markdown(found: Sequence[Found]) -> str:
+    rows = [f"| {f.condition} | {f.wanted} | {f.found} | {_yes(f.holds)} |" for f in found]
+    return "\n".join(["| condition | wanted | found | holds |", "| --- | --- | --- | --- |", *rows])
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "**no**"
+
+
+def main() -> int:
+    parser = measuring.make_parser(__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where all goes")
+    parser.add_argument("--cards", type=int, choices=(0, 1), default=0, help="0: the CPU")
+    parser.add_argument("--effort", choices=tuple(EFFORTS), default="full")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="pause after this")
+    options = parser.parse_args()
+    until_s = time.monotonic() + options.limit_s
+    folder, logs = Folder(options.out), options.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    write_settings(folder, options.effort, options.cards)
+    if not folder.note("prompts").exists():
+        build_tiny_world.main(
+            ["--world", "hard", "--out", str(folder.world), "--only", STAGES[0],
+             "--effort", options.effort]
+        )  # fmt: skip
+    try:
+        with one_server(options.cards):
+            for wave in waves(folder, options.effort, options.cards):
+                if time.monotonic() > until_s or not run_wave(wave, logs, until_s):
+                    print(f"not done; the same command goes on in {options.out}")
+                    return 3
+    except TaskError as error:
+        print(f"{error}\nwhat is done is kept: the same command goes on", file=sys.stderr)
+        return 2
+    results = read_results(folder)
+    found = [base_oracle(folder), highest_oracle(results), agreement(folder), hacked(results)]
+    text = markdown(found)
+    print(text)
+    (options.out / "world.md").write_text(text + "\n")
+    measuring.write_json(options.json, [each._asdict() for each in found])
+    return 0 if all(each.holds for each in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
