@@ -56,14 +56,22 @@ def measure(config_file: Path, overrides: list[str]) -> dict[str, Any]:
         asked = {name: actor.__ray_call__.remote(imported) for name, actor in actors.items()}
         answers = {"driver": imported()} | {name: ray.get(ref) for name, ref in asked.items()}
         every = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        used = [process.cpu_times() for process in every]
+        used = {process.pid: sum(process.cpu_times()[:2]) for process in every}
+        ours = {role["pid"] for role in answers.values()}
         return {
             "seconds": round(seconds, 1),
-            "cpu_s": round(sum(t.user + t.system for t in used), 1),
+            "cpu_s": round(sum(used.values()), 1),
             "processes": len(every),
             "load": round(os.getloadavg()[0], 1),
             "roles": answers,
+            "rays": [(name_of(p), round(used[p.pid], 1)) for p in every if p.pid not in ours],
         }
+
+
+def name_of(process: psutil.Process) -> str:
+    """Of one of Ray's own processes: its program, Python's by the script's name."""
+    words = [Path(word).name for word in process.cmdline() if not word.startswith("-")]
+    return next((word for word in words if not word.startswith("python")), process.name())
 
 
 def main() -> None:
@@ -78,6 +86,8 @@ def main() -> None:
     for name, role in found["roles"].items():
         print(f"{name:<14} CPU {role['cpu_s']:5.1f} s  modules {role['modules']:5}  "
               f"{' '.join(role['large'])}")  # fmt: skip
+    for name, cpu_s in found["rays"]:
+        print(f"Ray's {name:<30} CPU {cpu_s:5.1f} s")
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
