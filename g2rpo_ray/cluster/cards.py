@@ -38,9 +38,10 @@ def node_gpus() -> list[Gpu] | None:
         ).stdout.splitlines()
     except FileNotFoundError:
         return None
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        said = f"{error.stdout or ''}{error.stderr or ''}".strip()
-        raise RuntimeError(f"nvidia-smi fails: {said or error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"nvidia-smi fails: {error}") from error
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"nvidia-smi fails: {error.stdout}{error.stderr}".strip()) from error
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
     if unknown := [row for row in rows if not (row[2].isdigit() and row[3].isdigit())]:
         raise RuntimeError(f"nvidia-smi does not know the memory of a card: {unknown[0]}")
