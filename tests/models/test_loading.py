@@ -13,7 +13,7 @@ from g2rpo_ray.config import ModelSection
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.flux1.family import Flux1
-from g2rpo_ray.models.loading import check_model, load_part, part_weights
+from g2rpo_ray.models.loading import check_model, load_part
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.tokenizers import load_part_tokenizer
@@ -304,15 +304,16 @@ def test_whatever_a_library_raises_has_the_parts_name(
     assert str(error) in message or "Exception" in message
 
 
-def test_weights_are_the_files_pages_until_they_are_moved() -> None:
+def test_weights_are_the_files_pages_until_they_are_moved(folder: Path) -> None:
     """No copy in host memory on the way to a card, where the file has the run's dtype."""
-    model = ModelSection(path="tiny_world:flux")
-    network = load_part(model, "transformer", torch.float32)
-    file = next(iter(part_weights(model, "transformer").values())).file
+    file = folder / TRANSFORMER
+    halves = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(halves, file, {"format": "pt"})
+    network = load_part(ModelSection(path=str(folder)), "transformer", torch.bfloat16)
     mapped = [
         range(*(int(end, 16) for end in line.split()[0].split("-")))
         for line in Path("/proc/self/maps").read_text().splitlines()
-        if line.endswith(str(file.resolve()))
+        if line.endswith(str(file))
     ]
     places = {name: weight.data_ptr() for name, weight in network.named_parameters()}
     assert places
