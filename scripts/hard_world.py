@@ -37,7 +37,7 @@ EFFORTS: dict[str, dict[str, Any]] = {
     "trial": {"iterations": 6, "every": 2, "heldout": 8, "prompts": 2, "judge": [16]},
     "quick": {"iterations": 3, "every": 1, "heldout": 2, "prompts": 1, "judge": [4]},
 }
-SMALL: dict[str, Any] = {"steps": 6, "members": 2, "prompts_per_iteration": 1}
+SMALL: dict[str, Any] = {"steps": 6, "members": 3, "prompts_per_iteration": 1}
 """Sampling of the quick effort."""
 BASE_ORACLE, MOST_AFTER, MOST_AGREEMENT, FALL = (0.2, 0.4), 0.95, 0.8, 0.05
 """The conditions; a run is hacked where its oracle falls by so much while its rewards rise."""
@@ -78,7 +78,7 @@ def write_settings(folder: Folder, effort: str, cards: int) -> None:
     if effort == "quick":
         settings["sampling"] |= SMALL
         settings["g2rpo"]["sde_steps"] = [0, 1]
-        settings["evaluation"] |= {"pictures_per_prompt": 1, "steps": 4}
+        settings["evaluation"] |= {"pictures_per_prompt": 2, "steps": 4}
     with replacing(folder.settings) as file:
         file.write_text(yaml.safe_dump(settings, allow_unicode=True))
 

@@ -153,7 +153,8 @@ def markdown(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "| --- |" + " ---: |" * len(names)
     for row in rows[1:]:
         cells = [_cell(row[name] - rows[0][name]) for name in names[1:]]
-        share = _signal(row) / _signal(rows[0])
+        first = _signal(rows[0])
+        share = _signal(row) / first if first else float("nan")
         yield f"| {row['row']} | " + " | ".join(cells) + f" | {share:.2f} |"
 
 

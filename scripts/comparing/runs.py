@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import ClassVar
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
 import measuring
@@ -27,6 +28,8 @@ from g2rpo_ray.rollout.worker import RolloutWorker
 
 BASE = "base model"
 """The row of the untrained model: judged, and never trained."""
+_AS_IT_IS = ConfigDict(ser_json_inf_nan="constants")
+"""A score that is NaN is kept as NaN, not as a null that cannot be read again."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Point:
     train_s: float
     """Wall time of training, evaluations on held-out prompts left out."""
     rewards: dict[str, float]
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_IT_IS
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Result:
     done: bool = True
     judged: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """At the end: step count -> reward -> mean over the pictures of each held-out prompt."""
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_IT_IS
 
     @property
     def spent(self) -> bool:

@@ -9,7 +9,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
+from comparing import runs
 from tests.integration.command import ROOT, python_path
 from tests.scripts.loading import load_script
 
@@ -104,3 +106,17 @@ def test_an_interval_holds_the_spread_over_seeds(script: ModuleType) -> None:
     assert mean == 1.5
     assert low < 0.9
     assert high > 2.1
+
+
+def test_a_score_that_is_not_a_number_is_kept_as_such(tmp_path: Path) -> None:
+    """Diversity of a single picture, for one."""
+    job = runs.Job("row", 0, 1e-3, 1, 0, 0.0, 1, keep=tmp_path)
+    point = runs.Point(1, 2, 3.0, {"diversity": float("nan"), "oracle": 0.5})
+    result = runs.Result(job, [point], None, judged={8: {"diversity": [float("nan")]}})
+    folder = job.folder
+    assert folder is not None
+    folder.mkdir()
+    (folder / "result.json").write_bytes(TypeAdapter(runs.Result).dump_json(result))
+    found = runs.kept_result(job)
+    assert np.isnan(found.points[0].rewards["diversity"])
+    assert np.isnan(found.judged[8]["diversity"][0])
