@@ -161,8 +161,10 @@ def settings_of(options: argparse.Namespace) -> Config | None:
 def needs_card(command: Command, options: argparse.Namespace | None) -> bool:
     """By its settings: those of its recipe, or of the run that it names."""
     if command.words[0] != "g2rpo":
-        return command.name == "bench_costs" or (
-            command.name == "rehearse" and "--tiny" not in command.words
+        return (
+            command.name == "bench_costs"
+            or (command.name == "rehearse" and "--tiny" not in command.words)
+            or getattr(options, "cards", 0) not in (0, [0])
         )
     if command.name in ("plan", "download", "score") or getattr(options, "dry_run", False):
         return False
