@@ -9,8 +9,8 @@ Every run is one process with one thread and no Ray: rollout, scorers and learne
 classes that the cluster runs. With ``--cards``, many of them share each card. With ``--keep``, a
 run's weights, optimizer and measurements are kept in a folder of its own, and a comparison that was
 stopped, also by ``--limit-s``, goes on with the same command. ``judgement.py`` reads the folder.
- A run's held-out rewards are measured every few iterations, so that
-one run answers for all three budgets. With ``--tuning FILE``, each row's learning rate is chosen
+A run's held-out rewards are measured every few iterations, so that one run answers for all three
+budgets. With ``--tuning FILE``, each row's learning rate is chosen
 from ``--learning-rates`` by the trained rewards of a seed that is not used again; the choice is
 kept in the file and taken from it where it exists. A run's value at a budget is the mean of the
 line through its measurements over the last third of the budget: a single one moves by +-0.1 in the
@@ -42,6 +42,8 @@ from side_by_side import side_by_side
 TUNING_SEED = 1000
 ROWS = Path(__file__).parent / "comparing" / "rows.yaml"
 """Each row's settings on top of those of every run."""
+RATE = "learner.learning_rate"
+"""A row that sets it is not tuned."""
 WINDOW = 1 / 3
 """Share of a budget, at its end, over which a run's rewards are averaged."""
 
@@ -158,7 +160,7 @@ def table(results: Sequence[Result], budget: str, limit: float) -> list[dict[str
                 "rewards": {
                     reward: {
                         "mean": fmean(values),
-                        "spread": stdev(values) if len(values) > 1 else 0.0,
+                        "spread": stdev(values) if len(values) > 1 else None,
                     }
                     for reward, values in rewards.items()
                 },
@@ -168,30 +170,32 @@ def table(results: Sequence[Result], budget: str, limit: float) -> list[dict[str
 
 
 def markdown_tables(report: dict[str, Any]) -> Iterator[str]:
-    """The three tables, one for each budget."""
+    """A table for each budget that has one."""
     titles = {
         "iteration": "At equal iterations ({:,.0f})",
         "evaluations": "At equal evaluations ({:,.0f})",
         "train_s": "At equal wall time ({:,.0f} s of one core)",
     }
     rewards = list(report["before"])
-    for budget, title in titles.items():
+    for budget, rows in report["tables"].items():
+        title = titles[budget]
         yield f"### {title.format(report['budgets'][budget])}\n"
         heads = ["algorithm", "lr", "iterations", "evaluations", "s", *rewards]
         yield "| " + " | ".join(heads) + " |"
         yield "| --- |" + " ---: |" * (len(heads) - 1)
         before = " | ".join(f"{report['before'][reward]:.3f}" for reward in rewards)
         yield f"| base model | | | | | {before} |"
-        for row in report["tables"][budget]:
-            scores = " | ".join(
-                f"{row['rewards'][reward]['mean']:.3f} ± {row['rewards'][reward]['spread']:.3f}"
-                for reward in rewards
-            )
+        for row in rows:
+            scores = " | ".join(_scores(**row["rewards"][reward]) for reward in rewards)
             yield (
                 f"| {row['row']} | {row['learning_rate']:g} | {row['iterations']:.0f} | "
                 f"{row['evaluations']:,.0f} | {row['train_s']:.0f} | {scores} |"
             )
         yield ""
+
+
+def _scores(mean: float, spread: float | None) -> str:
+    return f"{mean:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -243,6 +247,11 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="write the curves as SVG")
     parser.add_argument("--markdown", type=Path, help="write the tables")
     options = parser.parse_args()
+    own_rates = {
+        row: settings.pop(RATE)
+        for row, settings in known[options.rows_of].items()
+        if RATE in settings
+    }
     rows = {
         row: [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         for row, settings in known[options.rows_of].items()
@@ -279,7 +288,8 @@ def main() -> int:
         runs = json.loads(options.runs.read_text())["runs"]
         results = TypeAdapter(list[Result]).validate_python(runs)
     else:
-        rates = learning_rates(options, templates)
+        tuned = [each for each in templates if each.row not in own_rates]
+        rates = learning_rates(options, tuned) | own_rates
         jobs = [
             replace(each, learning_rate=rates[each.row], seed=seed)
             for each in templates
@@ -296,11 +306,7 @@ def main() -> int:
         print(f"{len(waiting)} of {len(results)} runs are not done; the same command goes on")
         return 3
     results = [result for result in results if result.job.row != BASE]
-    try:
-        report = make_report(results, options)
-    except ValueError as error:
-        print(f"no tables: {error}; give a larger budget, or a smaller --every", file=sys.stderr)
-        return 2
+    report = make_report(results, options)
     text = "\n".join(markdown_tables(report))
     print(text)
     print(f"max |Δlog p| before the first update: {report['first_max_abs_log_ratio']}")
@@ -309,15 +315,11 @@ def main() -> int:
         plot(results, options.plot)
     if options.markdown:
         options.markdown.write_text(text)
-    return 0
+    return 0 if report["tables"] else 2
 
 
 def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[str, Any]:
-    """What was measured, with a table for each budget.
-
-    Raises:
-        ValueError: a run was not measured where a table is to be read.
-    """
+    """What was measured, with a table for each budget at which every run was measured."""
     asked = {
         "iteration": options.iterations,
         "evaluations": options.evaluations or math.inf,
@@ -328,6 +330,12 @@ def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[
         budget: min(limit, *(getattr(result.points[-1], budget) for result in results))
         for budget, limit in asked.items()
     }
+    tables = {}
+    for budget, limit in budgets.items():
+        try:
+            tables[budget] = table(results, budget, limit)
+        except ValueError as error:
+            print(f"no table: {error}; give a larger budget, or a smaller --every", file=sys.stderr)
     ratios = [
         (result.job.row, result.first_max_abs_log_ratio)
         for result in results
@@ -345,7 +353,7 @@ def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[
             row: max((ratio for name, ratio in ratios if name == row), default=None)
             for row in options.rows
         },
-        "tables": {budget: table(results, budget, limit) for budget, limit in budgets.items()},
+        "tables": tables,
         "runs": as_json(results),
     }
 

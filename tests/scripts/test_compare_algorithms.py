@@ -1,5 +1,8 @@
 """What a run is worth at a budget."""
 
+import json
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -59,3 +62,53 @@ def test_a_budget_outside_the_measurements_is_refused(script: ModuleType, limit:
     result = run(script, [(10, 0.4), (30, 0.8)])
     with pytest.raises(ValueError, match=f"row, seed 0: train_s {limit} needs measurements"):
         script.at_budget(result, "train_s", limit)
+
+
+def test_a_table_that_cannot_be_read_costs_no_other(
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # The first iteration compiles: at two thirds of its seconds a run was not yet measured.
+    points = [script.Point(0, 0, 0.0, {"oracle": 0.2})]
+    points += [script.Point(i, 10 * i, 50.0 + i, {"oracle": 0.1 * i}) for i in range(1, 7)]
+    result = script.Result(script.Job("E-GRPO", 0, 1e-4, 6, 60, 1e4, 1), points, None)
+    runs, tables = tmp_path / "runs.json", tmp_path / "tables.md"
+    runs.write_text(json.dumps({"runs": script.as_json([result])}))
+    arguments = ["--rows", "E-GRPO", "--runs", str(runs), "--iterations", "6"]
+    monkeypatch.setattr(sys, "argv", ["compare", *arguments, "--markdown", str(tables)])
+    assert script.main() == 0
+    text = tables.read_text()
+    assert "At equal iterations (6)" in text
+    assert "wall time" not in text
+    # The mean from iteration 4 to 6; of one seed there is no spread.
+    assert "| E-GRPO | 0.0001 | 6 | 60 | 56 | 0.500 |" in text
+    assert "no table: E-GRPO, seed 0: train_s 56 needs measurements" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_row_with_a_rate_of_its_own_says_so_and_is_not_tuned(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuned: bool
+) -> None:
+    asked: list[Any] = []
+
+    def done(jobs: Any, *_: Any) -> list[Any]:
+        asked.extend(jobs)
+        return [
+            script.Result(job, run(script, [(10, 0.4)]).points, None, done=False) for job in jobs
+        ]
+
+    monkeypatch.setattr(script, "run_all", done)
+    rates = tmp_path / "rates.json"
+    rates.write_text(json.dumps({"G2RPO Λ={1}": 2e-4, "G2RPO Λ={1,2,3}": 2e-4}))
+    tuning = ["--learning-rates", "1e-4", "2e-4", "--tuning", str(rates)] if tuned else []
+    monkeypatch.setattr(sys, "argv", ["compare", "--rows-of", "validation", *tuning])
+    assert script.main() == 3
+    other = 2e-4 if tuned else 1e-4
+    found = {job.row: job.learning_rate for job in asked}
+    assert found == {
+        "G2RPO Λ={1}": other, "G2RPO Λ={1,2,3}": other,
+        "HPS alone, fast": 3e-4, "CLIP alone, fast": 3e-4,
+    }  # fmt: skip
+    assert not [key for job in asked for key in job.overrides if "learning_rate" in key]
