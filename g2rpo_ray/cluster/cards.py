@@ -11,6 +11,7 @@ from g2rpo_ray.cluster.demand import Node
 from g2rpo_ray.cluster.postmortem import first_line
 
 ANSWER_TIMEOUT_S = 60.0
+"""A node that does not say its cards within this time is left out."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,19 @@ def memory_of_cards(nodes: Sequence[Node]) -> tuple[list[float], list[str]]:
         for node in nodes
         if node.total.get("GPU", 0.0) > 0
     }
+    if not refs:
+        return [], []
+    # One limit for all: a cluster has hundreds of nodes, and a run waits for them.
+    done, _ = ray.wait([*refs.values()], num_returns=len(refs), timeout=ANSWER_TIMEOUT_S)
     gib, unknown = list[float](), list[str]()
     for address, ref in refs.items():
+        if ref not in done:
+            unknown.append(f"{address}: no answer within {ANSWER_TIMEOUT_S:g} s")
+            continue
         try:
-            gpus = ray.get(ref, timeout=ANSWER_TIMEOUT_S)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            cause = getattr(error, "cause", None) or first_line(error)
-            unknown.append(f"{address}: {cause or 'no answer'}")
+            gpus = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            unknown.append(f"{address}: {getattr(error, 'cause', None) or first_line(error)}")
             continue
         gib += [gpu.total_mib / 1024 for gpu in gpus or []]
         unknown += [f"{address}: no nvidia-smi"] if gpus is None else []

@@ -1,14 +1,18 @@
 """Cards that are too small for a run are named before anything is loaded."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import ray
 
 from g2rpo_ray.cluster import cards as cards_of_nodes
 from g2rpo_ray.cluster.cards import node_gpus
-from g2rpo_ray.cluster.demand import ClusterError
+from g2rpo_ray.cluster.demand import ClusterError, living_nodes
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.plan.costs import load_costs
 from g2rpo_ray.plan.prediction import Predictor
@@ -140,3 +144,29 @@ def test_cards_as_nvidia_smi_shows_them(tmp_path: Path, monkeypatch: pytest.Monk
     smi.write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
     with pytest.raises(RuntimeError, match="nvidia-smi fails: no driver"):
         node_gpus()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_nodes_are_asked_together_and_one_that_is_silent_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (here,) = living_nodes()
+    nodes = [replace(here, address=name, total={"GPU": 1.0}) for name in ("one", "other")]
+    nodes.append(replace(here, address="of CPUs"))
+
+    def silent() -> None:
+        time.sleep(5)
+
+    def knows() -> list[cards_of_nodes.Gpu]:
+        return [cards_of_nodes.Gpu("H200", "580.1", 143771, 4)]
+
+    monkeypatch.setattr(cards_of_nodes, "node_gpus", knows)
+    assert cards_of_nodes.memory_of_cards(nodes) == ([143771 / 1024] * 2, [])
+    monkeypatch.setattr(cards_of_nodes, "node_gpus", silent)
+    monkeypatch.setattr(cards_of_nodes, "ANSWER_TIMEOUT_S", 0.5)
+    told = [f"{name}: no answer within 0.5 s" for name in ("one", "other")]
+    with mock.patch.object(ray, "wait", wraps=ray.wait) as wait:
+        assert cards_of_nodes.memory_of_cards(nodes) == ([], told)
+    # One limit for all of them, not one for each.
+    assert wait.call_count == 1
+    assert cards_of_nodes.memory_of_cards(nodes[2:]) == ([], [])
