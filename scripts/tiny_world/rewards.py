@@ -1,6 +1,7 @@
 """Trains the two reward models: a CLIP, and an HPS-like model fine-tuned from it on preferences."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -147,11 +148,13 @@ class TrainingPictures:
     def _bank(self, draw: Callable[[Tensor, int], Tensor], rounds: int) -> Tensor:
         """uint8 [rounds, C, H, W, 3] on the device."""
         parts = torch.arange(len(self.source.world.codes)).split(960)
-        # On a CPU it would be slower than float32.
-        with half_precision(self.source.device, self.source.device.type == "cuda"):
-            return torch.stack(
-                [torch.cat([draw(part, turn) for part in parts]) for turn in range(rounds)]
-            )
+        return torch.stack(
+            [torch.cat([draw(part, turn) for part in parts]) for turn in range(rounds)]
+        )
+
+    def _half(self) -> AbstractContextManager[None]:
+        """For networks alone, not for what is drawn; on a CPU it would be slower than float32."""
+        return half_precision(self.source.device, self.source.device.type == "cuda")
 
     def _pick(self, bank: Tensor, captions: Tensor) -> Tensor:
         turn = torch.randint(len(bank), captions.shape, generator=self.source.generator)
@@ -179,15 +182,17 @@ class TrainingPictures:
         return self._finished(self.painters.weak, captions, pictures, 0.7, 0.97)
 
     def _through_vae(self, pictures: Tensor) -> Tensor:
-        latents = encode(self.painters.vae, pictures)
-        return decode(self.painters.vae, latents + 0.1 * torch.randn_like(latents))
+        with self._half():
+            latents = encode(self.painters.vae, pictures)
+            return decode(self.painters.vae, latents + 0.1 * torch.randn_like(latents))
 
     def _finished(
         self, model: TinyFlux, captions: Tensor, pictures: Tensor, least: float, most: float
     ) -> Tensor:
         sigma = least + (most - least) * torch.rand(len(pictures), device=pictures.device)
         tokens = self.tokens[captions.to(pictures.device)]
-        return finish(model, self.painters.vae, tokens, pictures, sigma)
+        with self._half():
+            return finish(model, self.painters.vae, tokens, pictures, sigma)
 
 
 def contrastive_loss(

@@ -1,12 +1,15 @@
 """The harder world: what its oracle says of drawings, and of what is done to them."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from g2rpo_ray.tiny_world import assets_dir
+from tiny_world import rewards
 from tiny_world.hard import (
     CHOICES,
     Patterned,
@@ -19,7 +22,7 @@ from tiny_world.hard import (
 )
 from tiny_world.hard_oracle import check
 from tiny_world.pictures import PictureSource
-from tiny_world.world import World, harder, scene_numbers
+from tiny_world.world import World, harder, scene_numbers, tiny
 
 COUNT = 96
 
@@ -131,3 +134,18 @@ def test_flawed_pictures_score_less(world: World) -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"uint8 \[1, 64, 64, 3\]; allowed"):
         check(np.zeros((1, 64, 64, 3), np.uint8), ["a"])
+
+
+def test_pictures_are_drawn_in_full_precision_where_networks_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a card: an autocast around the drawing gave bfloat16 shares of float32 colours."""
+    monkeypatch.setattr(
+        rewards, "half_precision", lambda *_: torch.autocast("cpu", dtype=torch.bfloat16)
+    )
+    world = tiny()
+    few = replace(world, codes=world.codes[:6], captions=world.captions[:6])
+    painters = rewards.Painters(assets_dir() / "flux", Path("not asked"), torch.device("cpu"))
+    pictures = rewards.TrainingPictures(few, painters, 1, seed=3)
+    drawn = PictureSource(torch.device("cpu"), 3, few).draw(torch.arange(6))
+    assert torch.equal(pictures._right[0], drawn)
