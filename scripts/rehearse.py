@@ -4,10 +4,10 @@
     python scripts/rehearse.py --work /tmp/rehearsal --json rehearsal.json --tiny          # CPU
 
 Stages follow each other, each a command under its own limit: its seconds, its exit code, what it
-left on the disk, processes that outlived it. The file is written after every stage. The same call
-again goes on with the stages that have no good result yet (or does those of ``--stages``), so that
-a rehearsal can be cut into several. A recipe is walked with few prompts and members
-(``settings.yaml``: rehearse).
+left on the disk, processes that outlived it. Exports need no card and go beside what follows them.
+The file is written after every stage. The same call again goes on with the stages that have no good
+result yet (or does those of ``--stages``), so that a rehearsal can be cut into several. A recipe is
+walked with few prompts and members (``settings.yaml``: rehearse).
 """
 
 import argparse
@@ -20,10 +20,12 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from typing import Any
 
 import psutil
@@ -41,6 +43,7 @@ LEAVING_S = 30.0
 KILLED_AFTER, STOPPED_AFTER = 2, 1
 """Iterations that a life of the run makes before SIGKILL, and before SIGTERM."""
 RUN = "runs/mine"
+EXPORTS = "exports"
 CLI = ["-m", "g2rpo_ray.cli"]
 G2RPO = shlex.join(["python", *CLI])
 
@@ -60,8 +63,10 @@ class Stage:
     """Iterations from its beginning, with their checkpoints, before the signal is sent."""
     makes: str | None = None
     """Folder that must not be there when it begins once more."""
-    removes: str | None = None
-    """Folder that is not needed any more after it."""
+    reads: str | None = None
+    """Folder that an earlier one makes; it is not needed any more after this one."""
+    beside: bool = False
+    """It goes on beside those that follow, until one reads what it makes."""
 
 
 def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
@@ -98,19 +103,24 @@ def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
             "resume", [*CLI, "train", f"{RUN}/config.yaml", "--resume", "auto"],
             180, (EXIT_REQUEUE,), signal.SIGTERM, STOPPED_AFTER,
         ),
+    ]  # fmt: skip
+    for form, flags in forms.items():
+        export = [*CLI, "export", RUN, "--to", f"{EXPORTS}/{form}", *flags]
+        needs_s = 40 if form == "adapter" else 90
+        found.append(Stage(form, export, needs_s, makes=f"{EXPORTS}/{form}", beside=True))
+    found += [
         Stage("evaluate", [*CLI, "evaluate", RUN, "--steps", "10,20,28"], 110),
         Stage(
             "sample",
             [*CLI, "sample", RUN, "--prompt", "a lighthouse in a storm", "--count", "4"], 60,
         ),
+        Stage("quickstart", [*CLI, "train", *quickstart], 90, makes="runs/quickstart"),
     ]  # fmt: skip
-    for form, flags in forms.items():
-        folder = f"exports/{form}"
-        export = [*CLI, "export", RUN, "--to", folder, *flags]
+    for form in forms:
+        folder = f"{EXPORTS}/{form}"
         loading = ["-c", f"import rehearse; rehearse.load({folder!r})"]
-        found.append(Stage(form, export, 40 if form == "adapter" else 90, makes=folder))
-        found.append(Stage(f"load-{form}", loading, 60, removes=folder))
-    return [*found, Stage("quickstart", [*CLI, "train", *quickstart], 90, makes="runs/quickstart")]
+        found.append(Stage(f"load-{form}", loading, 60, reads=folder))
+    return found
 
 
 def load(folder: str) -> None:
@@ -126,7 +136,7 @@ def load(folder: str) -> None:
     print(text)
     names: dict[str, Any] = {}
     exec(compile(text, f"{folder}/README.md", "exec"), names)
-    picture = f"{Path(folder).name}.png"
+    picture = f"{folder}.png"
     names["picture"].save(picture)
     print(f"{picture}: {names['picture'].size}, extrema {names['picture'].getextrema()}")
 
@@ -141,21 +151,35 @@ class Rehearsal:
     settings: list[str]
     """That the recipe is walked with; commands have the word SETTINGS in their place."""
     content: dict[str, Any] = field(default_factory=lambda: {"stages": {}})
+    lock: Lock = field(default_factory=Lock)
 
     def walk(self, stages: list[Stage], limit_s: float) -> bool:
         """Those that there is time for; whether all were begun, and ended as they are to."""
-        started_s, good = time.monotonic(), True
-        for stage in stages:
-            left_s = limit_s - (time.monotonic() - started_s)
-            if left_s < (10 if self.tiny else stage.needs_s):
-                print(f"{stage.name}: not begun, {left_s:.0f} s are left; the same call goes on")
-                return False
-            # Two cores, and others beside it: no limit for the tiny world is as fair as a card's.
-            found = self.stage(stage, min(left_s, (5 if self.tiny else 2) * stage.needs_s))
-            good = good and found["good"]
+        until_s = time.monotonic() + limit_s
+        beside: dict[str | None, Future[bool]] = {}
+        good = True
+        with ThreadPoolExecutor(1) as second:
+            for stage in stages:
+                if stage.beside:
+                    beside[stage.makes] = second.submit(self.take, stage, until_s)
+                    continue
+                if stage.reads in beside:
+                    good &= beside.pop(stage.reads).result()
+                good &= self.take(stage, until_s)
+            return good and all([each.result() for each in beside.values()])
+
+    def take(self, stage: Stage, until_s: float) -> bool:
+        """The stage, and a note of it, if there is time; whether it was good."""
+        left_s = until_s - time.monotonic()
+        if left_s < (10 if self.tiny else stage.needs_s):
+            print(f"{stage.name}: not begun, {left_s:.0f} s are left; the same call goes on")
+            return False
+        # Two cores, and others beside it: no limit for the tiny world is as fair as a card's.
+        found = self.stage(stage, min(left_s, (5 if self.tiny else 2) * stage.needs_s))
+        with self.lock:
             self.content["stages"][stage.name] = found
             measuring.write_json(self.json, self.content)
-        return good
+        return bool(found["good"])
 
     def stage(self, stage: Stage, limit_s: float) -> dict[str, Any]:
         """Run it; it is ended at its limit, with all that it has started."""
@@ -165,15 +189,15 @@ class Rehearsal:
         log = self.work / "logs" / f"{stage.name}.log"
         if stage.makes is not None and stage.name in self.content["stages"]:
             shutil.rmtree(self.work / stage.makes, ignore_errors=True)
-        before, started_s = files_in(self.work), time.monotonic()
+        before, started_s = self.files(stage), time.monotonic()
         found: dict[str, Any] = {"command": command, "settings": self.settings}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, *stage.arguments], cwd=self.work, env=self.environment(),
+                [sys.executable, *stage.arguments], cwd=self.work, env=self.environment(stage),
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
-        watch = Watch(self.work, log, card=not self.tiny)
+        watch = Watch(stage.name, self.work, log, card=not self.tiny)
         while (code := process.poll()) is None and time.monotonic() - started_s < limit_s:
             watch.look()
             due = watch.checkpoint() >= watch.began_at + stage.after
@@ -183,33 +207,42 @@ class Rehearsal:
             time.sleep(0.1 if self.tiny else 0.5)
         found |= {"seconds": round(time.monotonic() - started_s, 1), "exit_code": code}
         found |= {"iterations": watch.iterations, "card_peak_gib": watch.card_gib}
-        found["processes_left"] = self.leftover(LEAVING_S if code is not None else 0)
+        found["processes_left"] = self.leftover(stage, LEAVING_S if code is not None else 0)
         found["gone_s"] = round(time.monotonic() - started_s, 1)
         with suppress(subprocess.TimeoutExpired):
             process.wait(LEAVING_S)
-        found["left"] = left_by(before, files_in(self.work))
+        found["left"] = left_by(before, self.files(stage))
         found["disk_free_gb"] = round(shutil.disk_usage(self.work).free / 1e9, 1)
         found["last_lines"] = watch.lines()[-8:]
         found["good"] = code in stage.exits and not found["processes_left"]
         print("\n".join(f"    {line}" for line in watch.lines()[-4 if found["good"] else -25 :]))
-        if stage.removes is not None and found["good"]:
-            shutil.rmtree(self.work / stage.removes)
+        if stage.reads is not None and found["good"]:
+            shutil.rmtree(self.work / stage.reads)
         values = {k: v for k, v in found.items() if k not in ("command", "settings", "last_lines")}
         print(f"{stage.name}: {json.dumps(values)}")
         return found
 
-    def environment(self) -> dict[str, str]:
+    def files(self, stage: Stage) -> dict[str, tuple[int, int]]:
+        """Those that are this stage's to write: of exports, or all others."""
+        exports = stage.beside or stage.reads is not None
+        found = files_in(self.work)
+        return {k: v for k, v in found.items() if k.startswith(f"{EXPORTS}/") == exports}
+
+    def mark(self, stage: Stage) -> str:
+        return f"{self.work} {stage.name}"
+
+    def environment(self, stage: Stage) -> dict[str, str]:
         """Without a hub; scripts and package are found, whether installed or not."""
         paths = [str(measuring.ROOT), str(measuring.ROOT / "scripts")]
         given = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
         given["PYTHONPATH"] = ":".join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(":")
-        given |= {MARK: str(self.work), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        given |= {MARK: self.mark(stage), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         return given | ({"CUDA_VISIBLE_DEVICES": ""} if self.tiny else {})
 
-    def leftover(self, wait_s: float) -> list[str]:
+    def leftover(self, stage: Stage, wait_s: float) -> list[str]:
         """Processes that are still there after ``wait_s``; they are ended."""
         deadline_s = time.monotonic() + wait_s
-        while (left := self.marked()) and time.monotonic() < deadline_s:
+        while (left := self.marked(stage)) and time.monotonic() < deadline_s:
             time.sleep(0.2)
         names = []
         for process in left:
@@ -219,12 +252,12 @@ class Rehearsal:
         psutil.wait_procs(left, timeout=10)
         return names
 
-    def marked(self) -> list[psutil.Process]:
+    def marked(self, stage: Stage) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 ended = process.status() == psutil.STATUS_ZOMBIE
-                if not ended and process.environ().get(MARK) == str(self.work):
+                if not ended and process.environ().get(MARK) == self.mark(stage):
                     found.append(process)
         return found
 
@@ -251,8 +284,8 @@ class Rehearsal:
 class Watch:
     """Looks at a stage while it runs: the run's numbers, the card's memory, its last words."""
 
-    def __init__(self, work: Path, log: Path, card: bool) -> None:
-        self.run, self.log, self.card = work / RUN, log, card
+    def __init__(self, name: str, work: Path, log: Path, card: bool) -> None:
+        self.name, self.run, self.log, self.card = name, work / RUN, log, card
         self.started_s = self.said_s = self.asked_s = time.monotonic()
         self.card_gib: float | None = None
         self.known = read_metrics(self.run) if self.run.is_dir() else []
@@ -269,7 +302,7 @@ class Watch:
                 self.iterations[number] = {"recorded_s": round(at_s, 1), **times}
         if time.monotonic() - self.said_s > 20:
             self.said_s = time.monotonic()
-            print(f"  {at_s:.0f} s: {(self.lines() or [''])[-1][:150]}")
+            print(f"  {self.name}, {at_s:.0f} s: {(self.lines() or [''])[-1][:150]}")
         if self.card and time.monotonic() - self.asked_s > 2:
             self.asked_s = time.monotonic()
             ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

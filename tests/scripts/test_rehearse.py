@@ -49,10 +49,10 @@ def test_every_recipe_has_its_path(
     options, config = parse(rehearse, tmp_path, "--recipe", str(recipe), *tiny, "seed=3")
     stages = rehearse.stages_of(options, config)
     names = [stage.name for stage in stages]
-    exports = ["adapter", "load-adapter", "merged", "load-merged"]
+    exports = ["adapter", "merged"] if config.model.lora else ["full"]
     assert names == [
-        "build", "download", "embed", "plan", "dry-run", "doctor", "train", "resume", "evaluate",
-        "sample", *(exports if config.model.lora else ["full", "load-full"]), "quickstart",
+        "build", "download", "embed", "plan", "dry-run", "doctor", "train", "resume", *exports,
+        "evaluate", "sample", "quickstart", *(f"load-{name}" for name in exports),
     ]  # fmt: skip
     assert (config.seed, config.sampling.members) == (3, 4)
 
@@ -86,7 +86,8 @@ def test_what_outlives_a_stage_is_named_and_ended(rehearse: ModuleType, tmp_path
     found = walked(rehearse, tmp_path, child)
     assert not found["good"]
     assert "time.sleep(77)" in found["processes_left"][0]
-    assert rehearse.Rehearsal(tmp_path, tmp_path, True, []).marked() == []
+    stage = rehearse.Stage("one", [], 1.0)
+    assert rehearse.Rehearsal(tmp_path, tmp_path, True, []).marked(stage) == []
 
 
 def test_a_stage_is_ended_at_its_limit(rehearse: ModuleType, tmp_path: Path) -> None:
@@ -113,6 +114,27 @@ def test_what_has_no_time_left_is_not_begun(rehearse: ModuleType, tmp_path: Path
     rehearsal = rehearse.Rehearsal(tmp_path, tmp_path / "found.json", False, ["x=1"])
     assert not rehearsal.walk([rehearse.Stage("one", [], 30.0)], 20.0)
     assert not rehearsal.content["stages"]
+
+
+def test_exports_go_beside_what_follows_until_they_are_read(
+    rehearse: ModuleType, tmp_path: Path
+) -> None:
+    (tmp_path / "logs").mkdir()
+    waits = "import time; from pathlib import Path\nwhile not Path({!r}).exists(): time.sleep(0)\n"
+    makes = "Path('exports/form').mkdir(parents=True); Path('exports/form/x').write_bytes(bytes(9))"
+    export = rehearse.Stage(
+        "export", ["-c", waits.format("asked") + makes], 60.0, makes="exports/form", beside=True
+    )
+    asks = rehearse.Stage("evaluate", ["-c", "open('asked', 'w')"], 60.0)
+    reads = rehearse.Stage(
+        "load", ["-c", "open('exports/form/x'); open('exports/form.png', 'w')"], 60.0,
+        reads="exports/form",
+    )  # fmt: skip
+    rehearsal = rehearse.Rehearsal(tmp_path, tmp_path / "found.json", True, ["x=1"])
+    assert rehearsal.walk([export, asks, reads], 600.0)
+    left = {name: list(stage["left"]) for name, stage in rehearsal.content["stages"].items()}
+    assert left == {"evaluate": ["."], "export": ["exports/form"], "load": ["exports"]}
+    assert not (tmp_path / "exports/form").exists()
 
 
 def test_the_same_call_goes_on(rehearse: ModuleType) -> None:
