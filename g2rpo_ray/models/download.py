@@ -296,4 +296,6 @@ def _in_words(source: Source, error: BaseException | None) -> DownloadError:
         status = error.response.status_code
         wrong = "; the token (HF_TOKEN or 'hf auth login') is not valid" if status == 401 else ""
         return DownloadError(f"{repo}: the hub answered with status {status}{wrong}")
+    if constants.HF_HUB_OFFLINE:
+        return OfflineError(f"HF_HUB_OFFLINE is set, so {hub} is not asked; unset it to download")
     return OfflineError(f"no connection to {hub}")

@@ -150,7 +150,7 @@ def _named_errors(folder: Path, model: str) -> Iterator[None]:
 
 def _tell_unread(folder: Path, read: set[str]) -> None:
     beside = sorted({file.name for file in folder.glob("*.safetensors")} - read)
-    if beside:
+    if read and beside:
         logger.warning(
             "%s: weights are read from %s, not from %s beside it (model.variant chooses)",
             folder, ", ".join(sorted(read)[:3]), ", ".join(beside[:3]),

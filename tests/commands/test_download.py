@@ -67,6 +67,7 @@ def use(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     """As HF_ENDPOINT does; the library reads that when it is imported."""
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
@@ -271,6 +272,15 @@ def test_offline_local_folders_are_enough_and_what_is_missing_is_said(
 
 
 @pytest.mark.usefixtures("server")
+def test_that_the_hub_is_not_asked_by_the_users_own_wish_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert run() == 2
+    assert "HF_HUB_OFFLINE is set, so http://127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("server")
 def test_a_folder_put_there_by_hand_is_looked_at_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +300,7 @@ def test_whatever_keeps_the_librarys_client_from_the_hub_is_no_connection(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     # Of the client that the installed version has: httpx, or httpx2.
     client = import_module(errors.HfHubHTTPError.__mro__[1].__module__.partition(".")[0])
 

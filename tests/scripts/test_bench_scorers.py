@@ -1,6 +1,7 @@
 """The scorers' benchmark runs on the CPU; a model of true size is for a card."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,10 @@ def test_small_models_run_on_the_cpu(tmp_path: Path, kind: str) -> None:
 def _measured(folder: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, str(SCRIPT), *arguments, "--pictures", "6", "--batch-size", "4",
                "--repeats", "1", "--json", str(folder / "scorers.json")]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    no_card = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        command, env=no_card, capture_output=True, text=True, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr
     content: dict[str, Any] = json.loads((folder / "scorers.json").read_text())
     assert content["pictures"] == 6
