@@ -92,7 +92,7 @@ def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
             60, makes=embedded,
         ),
         Stage("plan", [*CLI, "plan", *train, *plan], 20),
-        Stage("dry-run", [*CLI, "train", *train, "--dry-run"], 10),
+        Stage("dry-run", [*CLI, "train", *train, "--dry-run"], 20),
         # What it warns of is this machine's.
         Stage("doctor", [*CLI, "doctor", *train], 45, exits=(0, 1)),
         Stage(
@@ -109,7 +109,7 @@ def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
         needs_s = 40 if form == "adapter" else 90
         found.append(Stage(form, export, needs_s, makes=f"{EXPORTS}/{form}", beside=True))
     found += [
-        Stage("evaluate", [*CLI, "evaluate", RUN, "--steps", "10,20,28"], 110),
+        Stage("evaluate", [*CLI, "evaluate", RUN, "--steps", "10,20,28"], 130),
         Stage(
             "sample",
             [*CLI, "sample", RUN, "--prompt", "a lighthouse in a storm", "--count", "4"], 60,
