@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from torch import Tensor
 
-from g2rpo_ray.common.device import HIDE_CARDS, give_back, role_device
+from g2rpo_ray.common.device import HIDE_CARDS, KEEP_MEMORY, give_back, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.rewards.registry import make_scorer
@@ -239,7 +239,7 @@ def _with_probe(reward: RewardSection) -> dict[str, Any]:
         ),
         "RAY_SERVE_USER_HEALTH_CHECK_PROBE_MAX_FAIL": "1",
     }
-    variables = probe | reward.runtime_env.get("env_vars", {}) | HIDE_CARDS
+    variables = KEEP_MEMORY | probe | reward.runtime_env.get("env_vars", {}) | HIDE_CARDS
     return reward.runtime_env | {"env_vars": variables}
 
 
