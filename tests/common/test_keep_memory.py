@@ -48,8 +48,8 @@ def test_every_role_has_the_settings_and_a_user_may_give_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert worker_environment(()).items() >= KEEP_MEMORY.items()
-    assert _with_probe(RewardSection(kind="clip"))["env_vars"].items() >= KEEP_MEMORY.items()
+    assert _with_probe(RewardSection(kind="oracle"))["env_vars"].items() >= KEEP_MEMORY.items()
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     assert worker_environment(["MALLOC_*"])["MALLOC_TRIM_THRESHOLD_"] == "1"
-    own = RewardSection(kind="clip", runtime_env={"env_vars": {"MALLOC_TRIM_THRESHOLD_": "1"}})
+    own = RewardSection(kind="oracle", runtime_env={"env_vars": {"MALLOC_TRIM_THRESHOLD_": "1"}})
     assert _with_probe(own)["env_vars"]["MALLOC_TRIM_THRESHOLD_"] == "1"
