@@ -12,6 +12,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.maths.noise import seed_of
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.families import negative_prompt
+from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.prompts.embeddings import Embeddings
 from g2rpo_ray.prompts.formats import PromptFileError
 from g2rpo_ray.prompts.reading import MANIFEST, read_prompts
@@ -71,11 +72,12 @@ def embeddings_of(config: Config, path: str) -> Embeddings | None:
     (``train.embeddings`` beside ``train.txt``) and is of this configuration's encoders."""
     if named := open_embeddings(path):
         return named
-    beside = open_embeddings(str(resolve_path(path).with_suffix(BESIDE)))
+    file = resolve_path(path)
+    beside = open_embeddings(str(file.parent / f"{file.stem}{BESIDE}"))
     try:
         if beside is not None:
             beside.check_encoder(config)
-    except PromptFileError as error:
+    except (PromptFileError, ModelFolderError) as error:
         logger.info("not taken: %s", error)
         return None
     return beside

@@ -9,7 +9,7 @@ import torch
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
-from g2rpo_ray.prompts.dataset import EmbeddedPrompts, evenly, read_config_prompts
+from g2rpo_ray.prompts.dataset import EmbeddedPrompts, embeddings_of, evenly, read_config_prompts
 from g2rpo_ray.prompts.formats import PromptFileError
 from g2rpo_ray.training import roles
 from g2rpo_ray.training.roles import Encoder
@@ -43,6 +43,13 @@ def test_the_tiny_worlds_prompts_are_embedded(tmp_path: Path) -> None:
 def test_those_of_other_encoders_are_not_taken(change: str, tmp_path: Path) -> None:
     embedded = EmbeddedPrompts(tiny_config(tmp_path, change))
     assert (embedded.train, embedded.heldout) == (False, False)
+
+
+def test_where_the_model_is_not_yet_there_none_are_taken(tmp_path: Path) -> None:
+    """As of a plan that is made before the download."""
+    config = tiny_config(tmp_path, f"model.path={tmp_path / 'to_come'}")
+    assert embeddings_of(config, config.prompts.train) is None
+    assert embeddings_of(config, "/") is None
 
 
 def test_a_damaged_folder_is_named(copied: Config, tmp_path: Path) -> None:
