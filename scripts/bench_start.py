@@ -46,7 +46,7 @@ def measure(config_file: Path, overrides: list[str]) -> dict[str, Any]:
 
     with open_session(config, "none") as session, launch(config, None, session.note) as roles:
         seconds = time.time() - psutil.Process().create_time()
-        actors = {"encoder": roles.encoder.actor}
+        actors = dict(zip(["encoder"], roles.encoder.started, strict=False))
         actors |= {f"rank {n}": rank for n, rank in enumerate(roles.learner.ranks)}
         actors |= {f"worker {n}": worker for n, worker in enumerate(roles.pool.workers)}
         for entry in ray.util.list_named_actors(all_namespaces=True):

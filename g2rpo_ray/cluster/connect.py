@@ -25,13 +25,14 @@ from g2rpo_ray.cluster.private import (
     ray_folder,
     shorten_tmpdir,
 )
-from g2rpo_ray.common.device import HIDE_CARDS
+from g2rpo_ray.common.device import HIDE_CARDS, KEEP_MEMORY
 from g2rpo_ray.common.secrets import looks_secret
 from g2rpo_ray.config.operation import ClusterSection
 
 # Workers get only these and `cluster.environment`: a whole environment in runtime_env breaks Ray's
 # agent, and Ray shows runtime environments in its dashboard and logs.
-WORKER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | HIDE_CARDS
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+WORKER_ENVIRONMENT = OFFLINE | KEEP_MEMORY | HIDE_CARDS
 
 HEAD_TRIES, HEAD_TRY_S = 10, 3.0
 """A head that is just starting gets this many tries."""

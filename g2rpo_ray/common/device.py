@@ -8,6 +8,12 @@ from g2rpo_ray.common.errors import InputError
 
 HIDE_CARDS = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
 """Environment in which Ray hides all cards from a process that it reserves none for."""
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+    "MALLOC_TRIM_THRESHOLD_": str(128 * 2**20),
+}
+"""Environment in which glibc keeps up to 128 MiB of what a process frees for its next tensors. By
+itself it gives the kernel more back, which clears each page again: 40 % of decoding on a CPU."""
 
 
 class DeviceError(InputError):

@@ -10,7 +10,7 @@ from g2rpo_ray.models.families import FAMILIES, open_family
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.loading import is_network, part_weights
 from g2rpo_ray.plan.costs import CPU, CostTable
-from g2rpo_ray.prompts.dataset import open_embeddings
+from g2rpo_ray.prompts.dataset import embeddings_of
 
 NOT_MULTIPLIED = ("embed", "shared", "lm_head", "visual", "vision", "projector")
 """In names of a text encoder's tensors: tables that are looked up, and what only pictures pass."""
@@ -76,8 +76,8 @@ def plan_encoding(config: Config, table: CostTable, card: str) -> Encoding | Non
     flop = 2.0 * parameters * prompts.max_sequence_length
     seconds = table.of(card if on_card else CPU).rate("matrix").time_s(flop)
     return Encoding(
-        0 if open_embeddings(prompts.train) else config.sampling.prompts_per_iteration,
-        0 if open_embeddings(prompts.heldout) else config.evaluation.prompts,
+        0 if embeddings_of(config, prompts.train) else config.sampling.prompts_per_iteration,
+        0 if embeddings_of(config, prompts.heldout) else config.evaluation.prompts,
         seconds if on_card else seconds / threads,
         card if on_card else f"{threads} thread(s) of the CPU (prompts.encoder_threads)",
     )

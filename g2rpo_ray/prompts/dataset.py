@@ -1,7 +1,8 @@
 """Prompts of a run, and which of them an iteration trains on."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -10,11 +11,17 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths.noise import seed_of
 from g2rpo_ray.models.conditioning import Conditioning
+from g2rpo_ray.models.families import negative_prompt
+from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.prompts.embeddings import Embeddings
 from g2rpo_ray.prompts.formats import PromptFileError
 from g2rpo_ray.prompts.reading import MANIFEST, read_prompts
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+BESIDE = ".embeddings"
+"""Ends the name of a folder of embeddings beside a prompt file of the same name."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,43 @@ def open_embeddings(path: str) -> Embeddings | None:
     """The folder of embeddings that a setting names; None where it names something else."""
     folder = resolve_path(path)
     return Embeddings(folder) if (folder / MANIFEST).is_file() else None
+
+
+def embeddings_of(config: Config, path: str) -> Embeddings | None:
+    """Embeddings of the prompts that a setting names: its folder, or what lies beside its file
+    (``train.embeddings`` beside ``train.txt``) and is of this configuration's encoders."""
+    if named := open_embeddings(path):
+        return named
+    file = resolve_path(path)
+    beside = open_embeddings(str(file.parent / f"{file.stem}{BESIDE}"))
+    try:
+        if beside is not None:
+            beside.check_encoder(config)
+    except (PromptFileError, ModelFolderError) as error:
+        logger.info("not taken: %s", error)
+        return None
+    return beside
+
+
+class EmbeddedPrompts:
+    """Embeddings of a run's prompts that lie on the disk: what ``g2rpo embed`` wrote."""
+
+    def __init__(self, config: Config) -> None:
+        files = (config.prompts.train, config.prompts.heldout)
+        found = [embeddings_of(config, path) for path in files]
+        self._folders = [embeddings for embeddings in found if embeddings]
+        self._negative = negative_prompt(config)
+        self.train, self.heldout = (embeddings is not None for embeddings in found)
+        """Whether there are any of them."""
+        self.bytes = sum(file.bytes for it in self._folders for file in it.manifest.files)
+
+    def get(self, text: str) -> Conditioning | None:
+        """Raises PromptFileError: the shard is damaged where it lies."""
+        for embeddings in self._folders:
+            if text in embeddings:
+                negative = None if self._negative is None else embeddings.negative
+                return replace(embeddings.embeds(text), negative=negative)
+        return None
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:

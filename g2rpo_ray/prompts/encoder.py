@@ -23,7 +23,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.text import TextEncoder
-from g2rpo_ray.prompts.dataset import Prompt, open_embeddings
+from g2rpo_ray.prompts.dataset import EmbeddedPrompts, Prompt
 from g2rpo_ray.prompts.embeddings import NEGATIVE_FILE, prompt_checksum, stacked
 from g2rpo_ray.prompts.kept import KeptEmbeddings
 
@@ -39,8 +39,7 @@ class PromptEncoder:
         """``kept`` are folders of ``KeptEmbeddings``, for held-out prompts."""
         torch.set_num_threads(config.encoder_threads)
         self._config, self._negative = config, negative_prompt(config)
-        opened = [open_embeddings(path) for path in (config.prompts.train, config.prompts.heldout)]
-        self._embedded = [embeddings for embeddings in opened if embeddings]
+        self._embedded = EmbeddedPrompts(config)
         self._kept = KeptEmbeddings(kept, config)
         self._encode = lru_cache(CACHED_PROMPTS)(self._embeds)
 
@@ -50,7 +49,7 @@ class PromptEncoder:
 
     def encode_heldout(self, prompt_id: int, text: str) -> Prompt:
         """A prompt to judge by: every evaluation asks for it, so it is encoded once a run."""
-        embeds = self._read(text)
+        embeds = self._embedded.get(text)
         if embeds is None:
             negative = None if self._negative is None else self._kept_or_made(self._negative)
             embeds = replace(self._kept_or_made(text), negative=negative)
@@ -58,19 +57,11 @@ class PromptEncoder:
 
     def prepare(self) -> None:
         """Load the text encoders, unless prompts to train on were embedded."""
-        if open_embeddings(self._config.prompts.train) is None:
+        if not self._embedded.train:
             _ = self._encoder
 
     def _embeds(self, text: str) -> Conditioning:
-        return self._read(text) or self._encoder.encode(text)
-
-    def _read(self, text: str) -> Conditioning | None:
-        """What ``g2rpo embed`` wrote."""
-        for embeddings in self._embedded:
-            if text in embeddings:
-                negative = None if self._negative is None else embeddings.negative
-                return replace(embeddings.embeds(text), negative=negative)
-        return None
+        return self._embedded.get(text) or self._encoder.encode(text)
 
     def _kept_or_made(self, text: str) -> Conditioning:
         embeds = self._kept.get(text)

@@ -52,17 +52,26 @@ class RewardClient:
     def submit(
         self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]
     ) -> "SentRequests":
-        """Send pictures (uint8 ``[B, H, W, 3]``, one prompt) to these rewards; returns at once."""
+        """Send pictures (uint8 ``[B, H, W, 3]``, one prompt) to these rewards; returns at once.
+
+        Rewards that share their replicas share a request: the pictures travel once.
+        """
         request = ScoreRequest(
             prompt_id, prompt, pictures, ray.get_runtime_context().get_actor_id()
         )
-        sent = {name: self.handles[name].score.remote(request, name) for name in names}
-        return SentRequests(self, request, sent, time.monotonic())
+        sharing: dict[str, list[str]] = {}
+        for name in names:
+            sharing.setdefault(self.rewards[name].beside or name, []).append(name)
+        sent: dict[str, Any] = {}
+        for together in sharing.values():
+            response = self.handles[together[0]].score.remote(request, together)
+            sent |= dict.fromkeys(together, response)
+        return SentRequests(self, request, {name: sent[name] for name in names}, time.monotonic())
 
 
 @dataclass(frozen=True)
 class SentRequests:
-    """Requests under way for one group of pictures, one to each reward."""
+    """Requests under way for one group of pictures, one to each replica that is asked."""
 
     client: RewardClient
     request: ScoreRequest
@@ -114,7 +123,7 @@ class SentRequests:
                 self.measured[name] = {"failures": tries + losses}
                 return self._no_scores(name, answer)
             time.sleep(min(FIRST_PAUSE_S * 2 ** (tries + losses - 1), LONGEST_PAUSE_S))
-            response = self.client.handles[name].score.remote(self.request, name)
+            response = self.client.handles[name].score.remote(self.request, [name])
             # Else replicas that die again and again would never use up the time of a try.
             sent_at_s = sent_at_s if lost else time.monotonic()
 
@@ -126,7 +135,7 @@ class SentRequests:
         timeout_s = self.client.rewards[name].timeout_s
         try:
             remaining_s = max(0.0, sent_at_s + timeout_s - time.monotonic())
-            answer: ScoreAnswer | ScorerError = response.result(timeout_s=remaining_s)
+            answer: ScoreAnswer | ScorerError = response.result(timeout_s=remaining_s)[name]
         except TimeoutError:
             # Else the replica would score it all the same, before those that wait.
             response.cancel()

@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,7 +18,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from torch import Tensor
 
-from g2rpo_ray.common.device import HIDE_CARDS, give_back, role_device
+from g2rpo_ray.common.device import HIDE_CARDS, KEEP_MEMORY, give_back, role_device
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.rewards.registry import make_scorer
@@ -86,14 +86,20 @@ class RewardServer:
 
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.005)
     async def score(
-        self, requests: list[ScoreRequest], names: list[str]
-    ) -> list[ScoreAnswer | ScorerError]:
-        """An answer for each request, by the reward of that name; an error fails it alone."""
+        self, requests: list[ScoreRequest], names: list[Sequence[str]]
+    ) -> list[dict[str, ScoreAnswer | ScorerError]]:
+        """For each request the answers of the rewards that it names; an error fails one alone.
+
+        Requests that come together name the same: only a replica of one reward takes several.
+        """
         with log_context(prompt_ids=[request.prompt_id for request in requests]):
             gone = [_is_gone(request.requester) for request in requests]
             wanted = [it for it, is_gone in zip(requests, gone, strict=True) if not is_gone]
-            answers = iter(self._answers(wanted, names[0]))
-            return [ScorerError(NOBODY_WAITS) if is_gone else next(answers) for is_gone in gone]
+            answers = {name: iter(self._answers(wanted, name)) for name in names[0]}
+            return [
+                {n: ScorerError(NOBODY_WAITS) if is_gone else next(it) for n, it in answers.items()}
+                for is_gone in gone
+            ]
 
     def _answers(self, requests: list[ScoreRequest], name: str) -> list[ScoreAnswer | ScorerError]:
         pictures = [request.pictures for request in requests]
@@ -239,7 +245,7 @@ def _with_probe(reward: RewardSection) -> dict[str, Any]:
         ),
         "RAY_SERVE_USER_HEALTH_CHECK_PROBE_MAX_FAIL": "1",
     }
-    variables = probe | reward.runtime_env.get("env_vars", {}) | HIDE_CARDS
+    variables = KEEP_MEMORY | probe | reward.runtime_env.get("env_vars", {}) | HIDE_CARDS
     return reward.runtime_env | {"env_vars": variables}
 
 

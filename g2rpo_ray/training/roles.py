@@ -3,10 +3,11 @@
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import ray
@@ -36,6 +37,7 @@ from g2rpo_ray.learner.checkpoints.format import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.plan.networks import evaluation_tflop
+from g2rpo_ray.prompts.dataset import EmbeddedPrompts, Prompt
 from g2rpo_ray.prompts.encoder import EncoderActor
 from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.client import RewardClient
@@ -49,23 +51,51 @@ from g2rpo_ray.weight_sync.frozen import frozen_keeper
 
 HELDOUT = "heldout"
 """Of requests, one of which is taken at a time: however many, they take no place from others."""
+READ_BY_DRIVER = 64 * 2**20
+"""Bytes of embeddings that are read at once where they are needed; more have an actor."""
 
 
 class Encoder:
-    """The run's encoder, for asking; the prompts (id, text) come back as references, in order."""
+    """The run's encoder, for asking; the prompts (id, text) come back as references, in order.
 
-    def __init__(self, actor: ActorHandle) -> None:
-        self.actor, self._places = actor, itertools.count()
+    Where all of them were embedded and are small enough, no actor is started to read them.
+    """
+
+    def __init__(self, config: Config, start: Callable[[], ActorHandle]) -> None:
+        self._start, self._places = start, itertools.count()
+        embedded = EmbeddedPrompts(config)
+        whole = embedded.train and embedded.heldout and embedded.bytes <= READ_BY_DRIVER
+        self._embedded = embedded if whole else None
+        if not whole:
+            _ = self.actor
+
+    @cached_property
+    def actor(self) -> ActorHandle:
+        return self._start()
+
+    @property
+    def started(self) -> list[ActorHandle]:
+        """Its actor, if any."""
+        return [self.actor] if "actor" in vars(self) else []
 
     def training(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:
         """Prompts to train on, before all others and in the order in which they were asked for."""
-        encode = self.actor.encode
-        return [encode.remote(number, text, next(self._places)) for number, text in prompts]
+        return [
+            self._read(number, text) or self.actor.encode.remote(number, text, next(self._places))
+            for number, text in prompts
+        ]
 
     def heldout(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:
         """Prompts to judge by, encoded while nobody waits for one to train on."""
+        return [self._read(number, text) or self._heldout(number, text) for number, text in prompts]
+
+    def _heldout(self, number: int, text: str) -> ray.ObjectRef:
         encode = self.actor.encode_heldout.options(concurrency_group=HELDOUT)
-        return [encode.remote(number, text) for number, text in prompts]
+        return encode.remote(number, text)
+
+    def _read(self, number: int, text: str) -> ray.ObjectRef | None:
+        embeds = self._embedded and self._embedded.get(text)
+        return ray.put(Prompt(number, text, embeds)) if embeds else None
 
 
 @dataclass(frozen=True)
@@ -136,8 +166,9 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
             kind.started(config, room, kept, workers, tell) as (rewards, encoder, pool),
             _evaluation_pool(config, rewards, tell) as evaluation_pool,
         ):
-            # What fails there fails again for the first prompt, and is told then.
-            encoder.actor.prepare.remote()
+            for actor in encoder.started:
+                # What fails there fails again for the first prompt, and is told then.
+                actor.prepare.remote()
             kind.wait(config)
             learner = starting.result()
             tell(f"training {learner.coverage}")
@@ -261,11 +292,12 @@ def _encoder(
     kind = ray.remote(concurrency_groups={HELDOUT: 1})(EncoderActor).options(
         num_cpus=0, num_gpus=gpus, max_restarts=5, max_task_retries=5, scheduling_strategy=place
     )
-    actor = kind.remote(config, embeddings)
+    encoder = Encoder(config, lambda: kind.remote(config, embeddings))
     try:
-        yield Encoder(actor)
+        yield encoder
     finally:
-        ray.kill(actor)
+        for actor in encoder.started:
+            ray.kill(actor)
 
 
 def _evaluation_pool(

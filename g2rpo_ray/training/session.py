@@ -14,7 +14,7 @@ from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.loading import check_model, part_weights
 from g2rpo_ray.plan.memory import state_bytes
 from g2rpo_ray.plan.networks import policy_size
-from g2rpo_ray.prompts.dataset import check_apart, evenly, open_embeddings, read_config_prompts
+from g2rpo_ray.prompts.dataset import check_apart, embeddings_of, evenly, read_config_prompts
 from g2rpo_ray.prompts.embeddings import embedding_bytes
 from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.prompts import check_prompts
@@ -74,7 +74,7 @@ class Session:
 
 def _embeddings_to_keep(config: Config, heldout: int) -> int:
     """Held-out prompts whose embeddings the run's folder lacks."""
-    if open_embeddings(config.prompts.heldout):
+    if embeddings_of(config, config.prompts.heldout):
         return 0
     made = len(list((run_folder(config) / KEPT).glob("*.safetensors")))
     return max(0, min(heldout, config.evaluation.prompts) - made)

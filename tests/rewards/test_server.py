@@ -98,6 +98,21 @@ def test_a_reward_beside_another_is_scored_by_its_replica_in_its_own_way(servers
         "3\tgood for two", "1\tgood for two",
     ]  # fmt: skip
     assert [line for line in lines["beside"] if "for two" in line] == ["2\tgood for two"] * 2
+    # The pictures travelled once.
+    assert both.sent["single"] is both.sent["beside"]
+
+
+def test_rewards_that_were_asked_together_are_asked_again_alone(servers: Servers) -> None:
+    both = servers.with_settings(stop_on_invalid=False).client.submit(
+        7, "raise for two", PICTURES, ["beside", "single", "merging"]
+    )
+    scores = both.result()
+    assert list(scores) == ["beside", "single", "merging"]
+    assert all(values.isnan().all() for values in scores.values())
+    assert {name: servers.calls("raise for two", name) for name in scores} == dict.fromkeys(
+        scores, RETRIES + 1
+    )
+    assert len(both.failures) == len(scores)
 
 
 def test_metadata_go_with_the_prompt(servers: Servers) -> None:

@@ -13,7 +13,6 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_start.py"
 NOT_NEEDED = {
     "driver": {"torch._dynamo", "diffusers", "transformers", "peft", "deepspeed", "open_clip"},
     "reward": {"diffusers", "peft", "deepspeed"},
-    "encoder": {"deepspeed", "open_clip"},
     "worker": {"deepspeed", "open_clip"},
     "rank": {"open_clip"},
 }
@@ -28,7 +27,7 @@ def test_every_role_has_only_the_large_libraries_that_it_needs(tmp_path: Path) -
     )
     roles = json.loads(found.read_text())["roles"]
     assert sorted(roles) == [
-        "driver", "encoder", "rank 0", "rank 1", "reward hps", "worker 0", "worker 1",
+        "driver", "rank 0", "rank 1", "reward hps", "worker 0", "worker 1",
     ]  # fmt: skip
     for name, role in roles.items():
         assert not NOT_NEEDED[name.split()[0]] & set(role["large"]), name

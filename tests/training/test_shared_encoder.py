@@ -26,6 +26,8 @@ pytestmark = pytest.mark.usefixtures("ray_cluster")
 SLOW_S = 1.0
 """Of a held-out prompt."""
 HELDOUT = [f"a red circle {number}" for number in range(40)]
+NOT_EMBEDDED = "prompts.max_sequence_length=9"
+"""Embeddings that ship with the tiny world's prompts have another length."""
 DONE = "heldout_done"
 ITERATIONS = 6
 BUSY_S = 2.3
@@ -84,7 +86,7 @@ def encoder(tmp_path: Path) -> Iterator[Encoder]:
 
         actor._encoder.encode_heldout = slow
 
-    config = tiny_config(tmp_path / "run")
+    config = tiny_config(tmp_path / "run", NOT_EMBEDDED)
     with roles_module._encoder(config, None, [tmp_path / "embeddings"]) as encoder:
         ray.get(encoder.actor.__ray_call__.remote(slow_down))
         # Loads the text encoders.
@@ -98,6 +100,7 @@ def test_training_waits_for_no_heldout_prompt(
     monkeypatch.setattr("g2rpo_ray.training.trainer.Activity", MagicMock())
     config = tiny_config(
         tmp_path / "run",
+        NOT_EMBEDDED,
         f"iterations={ITERATIONS}",
         f"sampling.prompts_per_iteration={len(CAPTIONS)}",
         f"evaluation.prompts={len(HELDOUT)}",

@@ -87,7 +87,7 @@ def prompt_encoder(config: Config) -> Found:
         return found(*encoder_devices(encoder._encoder._encoder))
 
     with training_roles._encoder(config, None, []) as encoder:
-        ray.get(encoder.training([(0, CAPTIONS[0])]))
+        ray.get(encoder.training([(0, "no prompt of the tiny world: it must be encoded")]))
         return ray.get(encoder.actor.__ray_call__.remote(look))
 
 
