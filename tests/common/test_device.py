@@ -1,0 +1,26 @@
+"""Computing the same bits in every run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config as compiler
+
+from g2rpo_ray.models.policy import load_policy
+from tests.tiny import tiny_config
+
+
+@pytest.fixture
+def _as_it_was() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    compiler.deterministic = False
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_a_policy_computes_the_same_bits_where_the_run_is_to(tmp_path: Path) -> None:
+    load_policy(tiny_config(tmp_path))
+    assert not torch.are_deterministic_algorithms_enabled()
+    load_policy(tiny_config(tmp_path, "model.deterministic=true"))
+    assert torch.are_deterministic_algorithms_enabled() and compiler.deterministic
