@@ -21,6 +21,8 @@ def _as_it_was() -> Iterator[None]:
 @pytest.mark.usefixtures("_as_it_was")
 def test_a_policy_computes_the_same_bits_where_the_run_is_to(tmp_path: Path) -> None:
     load_policy(tiny_config(tmp_path))
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert not compiler.deterministic
     load_policy(tiny_config(tmp_path, "model.deterministic=true"))
-    assert torch.are_deterministic_algorithms_enabled() and compiler.deterministic
+    assert compiler.deterministic
+    # Whoever draws has no backward passes, and keeps the fastest attention.
+    assert not torch.are_deterministic_algorithms_enabled()
