@@ -62,7 +62,9 @@ def unlike_widened(device: str) -> list[int]:
 
     numbers = torch.arange(256, dtype=torch.uint8, device=device)
     bits = numbers[(numbers & 127) < 127].repeat(5)[None, :1100].repeat(60, 1)
-    powers = torch.ldexp(torch.ones(60, 1, device=device), torch.arange(-40, 20)[:, None].to(device))
+    powers = torch.ldexp(
+        torch.ones(60, 1, device=device), torch.arange(-40, 20)[:, None].to(device)
+    )
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         expected = bits.view(torch.float8_e4m3fn).to(dtype).mul_(powers.to(dtype))

@@ -388,10 +388,15 @@ def test_others_can_start_while_a_scorer_that_has_its_room_still_loads(
     tmp_path: Path,
 ) -> None:
     """Small shares of a card come after large ones: that is a matter of room alone."""
-    options = {"target": "tests.rewards.fakes:LateScorer", "options": {"file": str(tmp_path / "now")}}
+    options = {
+        "target": "tests.rewards.fakes:LateScorer",
+        "options": {"file": str(tmp_path / "now")},
+    }
     rewards = {"mine": RewardSection(kind="python", options=options, cpus_per_replica=0.1)}
     with reward_servers("late", rewards, 360, private_cluster=False, wait="room") as handles:
-        assert [it["State"] for it in actors().values() if "::late-mine#" in it["Name"]] == ["ALIVE"]
+        assert [it["State"] for it in actors().values() if "::late-mine#" in it["Name"]] == [
+            "ALIVE"
+        ]
         (tmp_path / "now").touch()
         wait_for_servers("late", rewards, 360)
         client = RewardClient(handles, rewards, stop_on_invalid=True)
