@@ -70,7 +70,7 @@ def add_in_one_order() -> None:
     """After ``compute_the_same_bits``, for who trains: backward passes, too. An operation that
     cannot is an error."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def describe_device(gpus: float, setting: str) -> str:

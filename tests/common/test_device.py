@@ -25,7 +25,8 @@ def test_a_policy_computes_the_same_bits_where_the_run_is_to(tmp_path: Path) -> 
     load_policy(tiny_config(tmp_path))
     assert not compiler.deterministic
     load_policy(tiny_config(tmp_path, "model.deterministic=true"))
-    assert compiler.deterministic and torch.backends.cudnn.deterministic
+    assert compiler.deterministic
+    assert torch.backends.cudnn.deterministic
     # Whoever draws has no backward passes, and keeps the fastest attention.
     assert not torch.are_deterministic_algorithms_enabled()
 
