@@ -39,6 +39,7 @@ from g2rpo_ray.config.learner import LearnerSection
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import Family
 from g2rpo_ray.models.flux1.family import Flux1
+from g2rpo_ray.models.frozen_float8 import widened
 from g2rpo_ray.models.kernels import compile_blocks, compile_decoder
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import on_meta
@@ -109,6 +110,7 @@ class Bench:
             name = "learner, all weights" if rank is None else f"learner, LoRA of rank {rank}"
             yield name, 80, partial(self.learner, rank)
         yield "optimizer", 30, self.optimizer
+        yield "widening", 30, self.widening
         yield "weight transfer", 60, self.transfer
         for kind in self.scorers:
             yield f"score_{kind}", 80, partial(self.score, kind)
@@ -199,6 +201,15 @@ class Bench:
         yield "optimizer", Rate(amount=weights.numel(), seconds=seconds, note=note)
 
     @torch.no_grad()
+    def widening(self) -> Iterator[Found]:
+        """Weights in 8 bits as every product of them needs them."""
+        side = self.matrix_side
+        bits = torch.zeros(side, side, dtype=torch.uint8, device=self.device)
+        scale = torch.ones(side, 1, dtype=self.dtype, device=self.device)
+        layers = max(1, self.parameters // side**2)
+        seconds = self.median_s(lambda: [widened(bits, scale) for _ in range(layers)])
+        yield "widening", Rate(amount=layers * side**2, seconds=seconds)
+
     def transfer(self) -> Iterator[Found]:
         """Weights from the learner's device through Ray's serialisation to another model's."""
         source = dict(trainable_parameters(self.policy().requires_grad_(True)))
