@@ -33,5 +33,7 @@ def _widen_kernel(  # type: ignore[no-untyped-def]
     # float8 e4m3 has the exponent's bias 7, float32 127; without an exponent a number is m / 512.
     normal = (((exponent + 120) << 23) | (mantissa << 20)).to(tl.float32, bitcast=True)
     size = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, normal)
-    value = tl.where(number >= 128, -size, size) * tl.load(scale + row).to(tl.float32)
+    # The sign as a bit: Triton's minus makes 0 of 0.
+    signed = (size.to(tl.int32, bitcast=True) | ((number & 128) << 24)).to(tl.float32, bitcast=True)
+    value = signed * tl.load(scale + row).to(tl.float32)
     tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
