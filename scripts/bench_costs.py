@@ -31,6 +31,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import diffusers
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import measuring
 from g2rpo_ray.common.paths import resolve_path
@@ -39,6 +40,7 @@ from g2rpo_ray.config.learner import LearnerSection
 from g2rpo_ray.models.families import open_family
 from g2rpo_ray.models.family import Family
 from g2rpo_ray.models.flux1.family import Flux1
+from g2rpo_ray.models.frozen_float8 import float8_linear, widened
 from g2rpo_ray.models.kernels import compile_blocks, compile_decoder
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import on_meta
@@ -109,6 +111,7 @@ class Bench:
             name = "learner, all weights" if rank is None else f"learner, LoRA of rank {rank}"
             yield name, 80, partial(self.learner, rank)
         yield "optimizer", 30, self.optimizer
+        yield "widening", 30, self.widening
         yield "weight transfer", 60, self.transfer
         for kind in self.scorers:
             yield f"score_{kind}", 80, partial(self.score, kind)
@@ -199,6 +202,20 @@ class Bench:
         yield "optimizer", Rate(amount=weights.numel(), seconds=seconds, note=note)
 
     @torch.no_grad()
+    @torch.no_grad()
+    def widening(self) -> Iterator[Found]:
+        """What products with weights in 8 bits take longer."""
+        side = self.matrix_side
+        bits = torch.zeros(side, side, dtype=torch.uint8, device=self.device)
+        scale = torch.ones(side, 1, dtype=self.dtype, device=self.device)
+        weight, layers = widened(bits, scale), max(1, self.parameters // side**2)
+        x = torch.zeros(2 * self.text_tokens, side, dtype=self.dtype, device=self.device)
+        wide_s = self.median_s(lambda: [functional.linear(x, weight) for _ in range(layers)])
+        seconds = self.median_s(
+            lambda: [float8_linear(x, bits, scale, None) for _ in range(layers)]
+        )
+        yield "widening", Rate(amount=layers * side**2, seconds=seconds - wide_s)
+
     def transfer(self) -> Iterator[Found]:
         """Weights from the learner's device through Ray's serialisation to another model's."""
         source = dict(trainable_parameters(self.policy().requires_grad_(True)))

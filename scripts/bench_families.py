@@ -221,8 +221,8 @@ def main() -> int:
         if "summary" in content:
             rows.append({"recipe": recipe.stem} | content["summary"])
         if "plan" in content:
-            place, planned = options.out / f"{recipe.stem}_memory", content["plan"]["memory_gib"]
-            held = memory_plot.keep(options.out / f"{recipe.stem}_samples", place, planned, None)
+            place, samples = (options.out / f"{recipe.stem}_{w}" for w in ("memory", "samples"))
+            held = memory_plot.keep(samples, place, content["plan"], None)
             print(f"{recipe.stem}: {json.dumps(held)}")
             measuring.write_json(file, content | {"memory": held})
     if rows:

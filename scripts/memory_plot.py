@@ -26,13 +26,13 @@ class Sample(NamedTuple):
 
 
 def keep(
-    folder: Path, target: Path, planned: Mapping[str, Mapping[str, float]], limit_gib: float | None
+    folder: Path, target: Path, plan: Mapping[str, Any], limit_gib: float | None
 ) -> dict[str, Any]:
     """Write ``target`` with ``.csv`` and ``.svg``; returns peaks in GiB.
 
     Args:
         folder: of samples.
-        planned: by role and part, as of the plan.
+        plan: as JSON.
         limit_gib: of the card for all processes, where they were limited.
     """
     samples = read_samples(folder)
@@ -41,20 +41,21 @@ def keep(
         writer.writerow(Sample._fields)
         writer.writerows([f if isinstance(f, str) else round(f, 3) for f in one] for one in samples)
     layers = layers_of(samples, limit_gib)
-    ticks, roles = layers.pop("seconds"), sorted({sample.role for sample in samples})
+    ticks, on_card = layers.pop("seconds"), any(sample.card_free >= 0 for sample in samples)
     whole = [sum(column) for column in zip(*layers.values(), strict=True)]
-    bare = sum(sum(gib.values()) - gib.get("reserve", 0) for gib in planned.values())
-    lines = {"plan": sum(sum(gib.values()) for gib in planned.values()), "plan, no margin": bare}
+    lines = {"plan": plan["fullest_card_gib"]} if on_card else {}
     lines |= {} if limit_gib is None else {"limit": limit_gib}
+    allocated: dict[str, float] = {}
+    for sample in samples:
+        if sample.card_free >= 0 or not on_card:
+            allocated[sample.role] = max(allocated.get(sample.role, 0.0), sample.allocated)
     if ticks:
         draw(ticks, layers, lines, target.with_suffix(".svg"))
     return {
         "lines_gib": lines, "peak_of_all_gib": round(max(whole, default=0.0), 2),
         "peak_reserved_gib": {role: round(max(gib), 2) for role, gib in layers.items()},
-        "peak_allocated_gib": {
-            role: round(max(s.allocated for s in samples if s.role == role), 2) for role in roles
-        },
-        "planned_gib": {role: round(sum(gib.values()), 2) for role, gib in planned.items()},
+        "peak_allocated_gib": {role: round(gib, 2) for role, gib in allocated.items()},
+        "planned_gib": {r: round(sum(gib.values()), 2) for r, gib in plan["memory_gib"].items()},
     }  # fmt: skip
 
 

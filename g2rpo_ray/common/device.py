@@ -58,6 +58,27 @@ def give_back(gpus: float) -> None:
         torch.cuda.empty_cache()
 
 
+def compute_the_same_bits() -> None:
+    """From now on this process computes as every other run does on such a card, but for what only
+    backward passes do (``add_in_one_order``).
+
+    It is to be called before the first matrix product, which fixes cuBLAS's workspace.
+    """
+    from torch._inductor import config as compiler
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    # No kernel is chosen by its time, and no convolution adds in any order.
+    compiler.deterministic = True
+    torch.backends.cudnn.deterministic = True
+
+
+def add_in_one_order() -> None:
+    """After ``compute_the_same_bits``, for who trains: backward passes, too. An operation that
+    cannot is an error."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def describe_device(gpus: float, setting: str) -> str:
     """For people: where it is computed, and which setting says so."""
     return f"{'GPU' if gpus else 'CPU'} ({setting} is {gpus:g})"

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import ray
 import torch
 
-from g2rpo_ray.common.device import give_back, keep_to_share, role_device
+from g2rpo_ray.common.device import add_in_one_order, give_back, keep_to_share, role_device
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.logs import log_as, log_context, logged
 from g2rpo_ray.config import Config
@@ -83,6 +83,8 @@ class Learner:
         settings = self.config.learner
         guided = not settings.unguided
         policy = load_policy(self.config, self.device, guided=guided, load=frozen)
+        if self.config.model.deterministic:
+            add_in_one_order()
         if settings.compile:
             compile_blocks(policy, self.config.rollout.compile_cache)
         old_policy = self.config.draws_average

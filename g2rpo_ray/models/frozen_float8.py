@@ -65,6 +65,11 @@ float8_linear.register_autograd(_backward, setup_context=_save)
 
 def widened(bits: Tensor, scale: Tensor) -> Tensor:
     """The rounded weights ``[out, in]`` in the dtype of ``scale``."""
+    if bits.is_cuda:
+        # Needs Triton, which comes with PyTorch only where it is built for cards.
+        from g2rpo_ray.models.widening import widen
+
+        return widen(bits, scale)
     return bits.view(FLOAT8).to(scale.dtype).mul_(scale)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from g2rpo_ray.common.device import compute_the_same_bits
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.conditioning import Conditioning
@@ -100,6 +101,8 @@ def load_policy(
     # On an H100 (torch 2.11) cuDNN's attention ended learner passes in an illegal memory access;
     # both sides of the ratio use the same kernels, so it is off for both.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if config.model.deterministic:
+        compute_the_same_bits()
     transformer = load(config.model, "transformer", DTYPES[config.model.dtype], device)
     if config.model.lora is None:
         choose_trained(transformer, config.model.trained_modules)

@@ -47,13 +47,15 @@ RateName = Literal[
     "optimizer",
     "optimizer_host",
     "gradients_to_host",
+    "widening",
     "sync_object_store",
     "sync_nccl",
     "link",
 ]
 """matrix: FLOP of a large product; optimizer: parameters through AdamW, on the card, or on the host
 with ``learner.offload_optimizer``; gradients_to_host: bytes of gradients that move there in every
-pass then; sync: bytes of weights into the workers, verified; link: bytes between two cards."""
+pass then; widening: weights in 8 bits widened for products; sync: bytes of weights into the
+workers, verified; link: bytes between two cards."""
 
 
 class CostsError(InputError):
@@ -182,10 +184,11 @@ class CostTable(Section):
 
 
 def _estimate(measured: CardCosts, card: str) -> CardCosts:
-    """Passes by products a second, AdamW by memory's; copies between processes as measured."""
+    """Passes by products a second, AdamW and widening by memory's; copies between processes as
+    measured."""
     name, memory_gib, tflops, gb_s = DATA_SHEETS[card]
     slower, thinner = MEASURED_SHEET[1] / tflops, MEASURED_SHEET[2] / gb_s
-    factors = {"matrix": slower, "optimizer": thinner}
+    factors = {"matrix": slower, "optimizer": thinner, "widening": thinner}
     passes = {
         kind: [p.model_copy(update={"seconds": p.seconds * slower}) for p in points]
         for kind, points in measured.passes.items()

@@ -207,7 +207,14 @@ class Predictor:
         if float8:
             rounded = self._as_rollout(exact, "evaluation_float8")
             seconds += self.costs.pass_cost(rounded).time_s(batches, float8 * tflop)
-        return seconds
+        return seconds + self._widening_s(work.evaluation_passes - batches)
+
+    def _widening_s(self, forwards: float) -> float:
+        """Of ``model.frozen_dtype``: every forward pass widens all rounded weights, and so does
+        every backward pass through them."""
+        if self.config.model.frozen_dtype is None or "widening" not in self.costs.rates:
+            return 0.0
+        return forwards * self.costs.rate("widening").time_s(self.size.rounded_parameters)
 
     def learn_s(self, ranks: int) -> float:
         """Passes, communication of ZeRO and optimizer steps of the busiest rank."""
@@ -220,6 +227,7 @@ class Predictor:
         extra_forwards = (config.learner.kl_weight > 0) + (config.learner.old_log_prob == "learner")
         evaluation = costs.pass_cost("evaluation")
         seconds += extra_forwards * evaluation.time_s(passes, forward_tflop)
+        seconds += self._widening_s(passes * (forwards + extra_forwards))
         shard = self.size.trained_parameters / ranks
         on_host = config.learner.offload_optimizer
         optimizer = self._rate("optimizer_host" if on_host else "optimizer", "optimizer")
@@ -296,7 +304,7 @@ class Predictor:
             "learner.offload_parameters: weights on their way to the card take time that is not "
             "counted": learner.offload_parameters,
             "model.frozen_dtype: widening the weights for every product takes time that is not "
-            "counted": model.frozen_dtype is not None,
+            "counted": model.frozen_dtype is not None and "widening" not in self.costs.rates,
             "model.trained_modules: a learner pass is counted as one of all weights": (
                 model.trained_modules is not None
             ),

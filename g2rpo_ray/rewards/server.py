@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch
@@ -145,14 +145,14 @@ def reward_servers(
     rewards: dict[str, RewardSection],
     start_timeout_s: float,
     private_cluster: bool,
-    wait: bool = True,
+    wait: Literal["none", "room", "all"] = "all",
 ) -> Iterator[dict[str, DeploymentHandle]]:
     """Deploy all rewards, yield each one's handle, and take exactly them down at the end.
 
     Args:
         prefix: unique on the cluster; an application is named ``<prefix>-<reward>``.
         private_cluster: the cluster ends with the run, and Serve with it.
-        wait: until all of them run; else ``wait_for_servers`` does.
+        wait: until all have their room or run; what is left is for ``wait_for_servers``.
 
     Raises:
         ScorerError: of ``wait_for_servers``.
@@ -166,8 +166,8 @@ def reward_servers(
         serve.delete(app)
     try:
         handles = _deploy(names, rewards)
-        if wait:
-            wait_for_servers(prefix, rewards, start_timeout_s)
+        if wait != "none":
+            wait_for_servers(prefix, rewards, start_timeout_s, loaded=wait == "all")
         own = dict(zip(names, handles, strict=True))
         yield {name: own[reward.beside or name] for name, reward in rewards.items()}
     finally:
@@ -249,8 +249,11 @@ def _with_probe(reward: RewardSection) -> dict[str, Any]:
     return reward.runtime_env | {"env_vars": variables}
 
 
-def wait_for_servers(prefix: str, rewards: Mapping[str, RewardSection], timeout_s: float) -> None:
-    """Return when those that ``reward_servers`` has deployed run.
+def wait_for_servers(
+    prefix: str, rewards: Mapping[str, RewardSection], timeout_s: float, *, loaded: bool = True
+) -> None:
+    """Return when those that ``reward_servers`` has deployed run; without ``loaded`` when each has
+    its processes, and so its room.
 
     Raises:
         ScorerError: a scorer did not start within the time, with Serve's reason.
@@ -275,7 +278,10 @@ def wait_for_servers(prefix: str, rewards: Mapping[str, RewardSection], timeout_
             logger.warning("reward %r was lost while it started; once more: %s", name, reason)
             _deploy({name: apps[name]}, rewards)
             tries[name] += 1
-        waiting = [name for name, s in status.items() if s.status != "RUNNING"]
+        waiting = [
+            name for name, s in status.items()
+            if s.status != "RUNNING" and (loaded or not _has_room(apps[name], rewards[name]))
+        ]  # fmt: skip
         if not waiting:
             return
         if time.monotonic() > deadline:
@@ -285,6 +291,12 @@ def wait_for_servers(prefix: str, rewards: Mapping[str, RewardSection], timeout_
                 f"Serve says {reasons or 'nothing'}"
             )
         time.sleep(0.2)
+
+
+def _has_room(app: str, reward: RewardSection) -> bool:
+    replicas = f"SERVE_REPLICA::{app}#"
+    living = [it["Name"] for it in ray._private.state.actors().values() if it["State"] == "ALIVE"]
+    return sum(name.startswith(replicas) for name in living) >= reward.min_replicas
 
 
 def _reason(app_status: ApplicationStatusOverview) -> str:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import ray
 from ray.actor import ActorHandle
@@ -259,12 +260,13 @@ class _DrawingRoles:
         """All of them, starting at the same time; ``wait``, and the pool, say when they have."""
         timeout_s, rewards = config.cluster.start_timeout_s, config.rewards
         others = [*kept, *reward_demands(config)]
-        shares = any(reward.gpus_per_replica for reward in rewards.values())
+        on_cards = any(reward.gpus_per_replica for reward in rewards.values())
         with _encoder(config, room, self.embeddings) as encoder, ExitStack() as stack:
             # Small shares of cards first would leave no card with room for a large one.
             with placed(workers, others, timeout_s, tell):
+                wait: Literal["room", "none"] = "room" if on_cards else "none"
                 started = reward_servers(
-                    self.servers, rewards, timeout_s, self.private_cluster, wait=shares
+                    self.servers, rewards, timeout_s, self.private_cluster, wait
                 )
                 handles = stack.enter_context(started)
             client = RewardClient(handles, rewards, config.advantage.on_invalid == "stop")

@@ -16,7 +16,7 @@ from tests.integration.test_train import (
 
 __all__ = ["start"]
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 SETTINGS = (
     "model.lora.rank=4",
@@ -27,6 +27,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.long
 def test_a_run_that_shares_and_loses_its_holder_ends_in_the_same_bits(
     start: Start, tmp_path: Path
 ) -> None:
@@ -48,3 +49,26 @@ def test_a_run_that_shares_and_loses_its_holder_ends_in_the_same_bits(
     assert "(holder 2: the one before ended, and its roles with it)" in second.text
     assert_same_bits(shared, apart)
     assert first.left_over() == second.left_over() == []
+
+
+@pytest.mark.gpu
+def test_roles_of_a_card_that_share_train_to_the_same_bits(start: Start, tmp_path: Path) -> None:
+    settings = (
+        "model.lora.rank=4",
+        "model.dtype=bfloat16",
+        "model.deterministic=true",
+        "learner.learning_rate=1e-3",
+        "learner.compile=true",
+        "rollout.gpus_per_worker=0.3",
+        "learner.gpus_per_rank=0.3",
+    )
+    ways = ("auto", "false", "false")
+    folders = [tmp_path / str(number) for number in range(len(ways))]
+    runs = [
+        start(config_of(folder, *settings, f"model.share_frozen={way}"))
+        for folder, way in zip(folders, ways, strict=True)
+    ]
+    assert [run.wait() for run in runs] == [0, 0, 0], "\n".join(run.text for run in runs)
+    assert ["frozen weights shared" in run.text for run in runs] == [True, False, False]
+    assert_same_bits(folders[1], folders[2])
+    assert_same_bits(folders[0], folders[1])

@@ -1,6 +1,9 @@
 """A frozen base in 8 bits is one function, wherever and however it is computed."""
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.sharing import lend
 from g2rpo_ray.models.weights import trainable_parameters
+from tests.integration.command import ROOT, python_path
 from tests.models.families.folders import TINY, family_config
 from tests.tiny import encode, equal_weights, tiny_config
 
@@ -49,6 +53,43 @@ def test_casting_and_products_round_no_weight() -> None:
     assert torch.equal(y, nn.functional.linear(x, exact, layer.bias))
     (gradient,) = torch.autograd.grad(y.square().sum(), x)
     torch.testing.assert_close(gradient, 2 * y.detach() @ exact)
+
+
+def unlike_widened(device: str) -> list[int]:
+    """Numbers that the card's kernel makes others than PyTorch, for all of float8 e4m3 under the
+    scales that weights have, in columns that fill no block, in each dtype of computing."""
+    from g2rpo_ray.models.widening import widen
+
+    numbers = torch.arange(256, dtype=torch.uint8, device=device)
+    bits = numbers[(numbers & 127) < 127].repeat(5)[None, :1100].repeat(60, 1)
+    powers = torch.ldexp(
+        torch.ones(60, 1, device=device), torch.arange(-40, 20)[:, None].to(device)
+    )
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = bits.view(torch.float8_e4m3fn).to(dtype).mul_(powers.to(dtype))
+        ours = widen(bits, powers.to(dtype))
+        assert ours.dtype == dtype
+        found.append(int((ours.view(torch.uint8) != expected.view(torch.uint8)).sum()))
+    return found
+
+
+def test_the_cards_kernel_widens_to_the_same_bits() -> None:
+    pytest.importorskip("triton", reason="PyTorch for CPUs alone comes without Triton")
+    # Triton decides when it is imported whether it interprets.
+    code = "from tests.models.test_frozen_float8 import unlike_widened as f; print(f('cpu'))"
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": python_path()},
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines()[-1] == "[0, 0]"
+
+
+@pytest.mark.gpu
+def test_a_card_widens_to_the_same_bits() -> None:
+    assert unlike_widened("cuda") == [0, 0]
 
 
 def saved_bytes(policy: Policy, x: Tensor, embeds: object) -> tuple[Tensor, int]:

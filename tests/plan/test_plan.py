@@ -165,6 +165,31 @@ def test_a_recipe_for_a_small_card_fits_on_it(
     assert bool(missing)
 
 
+def test_weights_in_8_bits_are_widened_in_every_pass() -> None:
+    config = load_config(PAPER.with_name("flux_g2rpo_hps_24gb_lora.yaml"))
+    tree = load_costs().model_dump()
+    for name, entry in tree["cards"].items():
+        entry["rates"].pop("widening", None)
+        if name == "H100":
+            entry["rates"]["widening"] = {"amount": 1e12, "seconds": 2.0}
+    known = Predictor(config, CostTable.model_validate(tree), "H100")
+    tree["cards"]["H100"]["rates"].pop("widening")
+    unknown = Predictor(config, CostTable.model_validate(tree), "H100")
+    assert [note for note in unknown.notes if "widening the weights" in note]
+    assert not [note for note in known.notes if "widening the weights" in note]
+    once_s, work = known.size.rounded_parameters * 2e-12, known.work
+    assert known.size.rounded_parameters == 11_834_228_736
+    prompts = config.sampling.prompts_per_iteration
+    drawing = known.generate_s(1) - unknown.generate_s(1)
+    assert drawing == pytest.approx(prompts * work.evaluation_passes * once_s)
+    # Forward, recomputed, backward.
+    learning = known.learn_s(1) - unknown.learn_s(1)
+    assert learning == pytest.approx(prompts * work.learner_batches * 3 * once_s)
+    # By the memory's rate on a card of a data sheet.
+    table = load_costs().model_copy(update={"cards": {"H100": known.costs}})
+    assert table.of("RTX4090-24").rates["widening"].seconds == pytest.approx(2 * 3350 / 1008)
+
+
 def test_no_split_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(PAPER), "--gpus", "2", "rollout.gpus_per_worker=0.7"]) == 0
     printed = capsys.readouterr().out

@@ -129,6 +129,26 @@ class DyingScorer(RewardScorer):
         return pictures.float().mean(dim=(1, 2, 3)) / 255
 
 
+class LateScorer(RewardScorer):
+    """Starts when its file is there."""
+
+    class Options(Section):
+        """Settings of the scorer."""
+
+        file: str
+
+    kind = "late"
+    reads_prompts = False
+
+    def __init__(self, options: Section, device: str) -> None:  # noqa: ARG002
+        assert isinstance(options, self.Options)
+        while not Path(options.file).exists():
+            time.sleep(0.1)
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002
+        return pictures.float().mean(dim=(1, 2, 3)) / 255
+
+
 class NoScorer:
     """Has the method, but is no RewardScorer."""
 

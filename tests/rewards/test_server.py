@@ -18,7 +18,7 @@ from g2rpo_ray.rewards import client as client_module
 from g2rpo_ray.rewards.client import FIRST_PAUSE_S, InvalidRewardError, RewardClient, SentRequests
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
-from g2rpo_ray.rewards.server import START_TRIES, reward_servers
+from g2rpo_ray.rewards.server import START_TRIES, reward_servers, wait_for_servers
 from tests.integration.command import wait_until
 
 PICTURES = torch.arange(4, dtype=torch.uint8)[:, None, None, None].expand(4, 8, 8, 3) * 60
@@ -396,6 +396,27 @@ def test_a_replica_that_is_lost_while_it_starts_is_started_anew(
             scores = client.submit(7, "good", PICTURES, ["mine"]).result()["mine"]
             assert torch.allclose(scores, BRIGHTNESS)
     assert len(log.read_text().splitlines()) == min(deaths + 1, START_TRIES)
+
+
+def test_others_can_start_while_a_scorer_that_has_its_room_still_loads(
+    servers: Servers,  # noqa: ARG001
+    tmp_path: Path,
+) -> None:
+    """Small shares of a card come after large ones: that is a matter of room alone."""
+    options = {
+        "target": "tests.rewards.fakes:LateScorer",
+        "options": {"file": str(tmp_path / "now")},
+    }
+    rewards = {"mine": RewardSection(kind="python", options=options, cpus_per_replica=0.1)}
+    with reward_servers("late", rewards, 360, private_cluster=False, wait="room") as handles:
+        assert [it["State"] for it in actors().values() if "::late-mine#" in it["Name"]] == [
+            "ALIVE"
+        ]
+        (tmp_path / "now").touch()
+        wait_for_servers("late", rewards, 360)
+        client = RewardClient(handles, rewards, stop_on_invalid=True)
+        scores = client.submit(7, "good", PICTURES, ["mine"]).result()["mine"]
+        assert torch.allclose(scores, BRIGHTNESS)
 
 
 def test_taking_a_run_down_leaves_the_applications_of_others(servers: Servers) -> None:

@@ -73,13 +73,13 @@ def test_what_no_role_reserves_is_the_rest_of_what_is_taken(
     }.items():
         text = "".join(",".join(map(str, (*line, nvml))) + "\n" for line in lines)
         (tmp_path / f"{pid}.csv").write_text(text)
-    plan = {"rollout worker": {"weights": 9.0, "reserve": 3.0}}
+    parts = {"rollout worker": {"weights": 9.0, "reserve": 3.0}}
+    plan = {"memory_gib": parts, "fullest_card_gib": 12.0}
     found = plot.keep(tmp_path, tmp_path / "memory", plan, limit)
     # The learner was late for the second tick; the driver has nothing on the card.
     assert found["peak_reserved_gib"] == {"learner": 3.0, "rollout": 6.0} | rest
     assert found["peak_of_all_gib"] == whole
-    assert found["peak_allocated_gib"] == {"driver": 1.0, "learner": 1.0, "rollout": 1.0}
-    assert found["lines_gib"]["plan, no margin"] == 9.0
+    assert found["peak_allocated_gib"] == {"learner": 1.0, "rollout": 1.0}
     picture = (tmp_path / "memory.svg").read_text()
     assert picture.count('id="FillBetweenPolyCollection_') == 2 + len(rest)
     assert "rollout 6.0" in picture

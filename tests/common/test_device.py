@@ -1,0 +1,43 @@
+"""Computing the same bits in every run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config as compiler
+
+from g2rpo_ray.learner import worker
+from g2rpo_ray.models.loading import load_part
+from g2rpo_ray.models.policy import load_policy
+from tests.tiny import tiny_config
+
+
+@pytest.fixture
+def _as_it_was() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    compiler.deterministic = torch.backends.cudnn.deterministic = False
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_a_policy_computes_the_same_bits_where_the_run_is_to(tmp_path: Path) -> None:
+    load_policy(tiny_config(tmp_path))
+    assert not compiler.deterministic
+    load_policy(tiny_config(tmp_path, "model.deterministic=true"))
+    assert compiler.deterministic
+    assert torch.backends.cudnn.deterministic
+    # Whoever draws has no backward passes, and keeps the fastest attention.
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_rank_adds_in_one_order_where_the_run_is_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    monkeypatch.setattr(worker, "LearnerEngine", lambda *_, **__: None)
+    rank = worker.Learner(tiny_config(tmp_path, f"model.deterministic={asked}"), 0)
+    rank.device = torch.device("cpu")
+    rank._load(load_part, None)  # type: ignore[arg-type]
+    assert torch.are_deterministic_algorithms_enabled() == asked
