@@ -1,12 +1,14 @@
 """Train the models of the tiny world from a seed and write them in their real file layouts.
 
     python scripts/build_tiny_world.py --out g2rpo_ray/tiny_world/assets --seed 0 --device cuda
+    python scripts/build_tiny_world.py --world words --out g2rpo_ray/tiny_world/assets/words ...
     python scripts/build_tiny_world.py --world hard --out runs/hard_world --device cuda
 
-takes a few minutes on one H100 and hours on a CPU, so the tiny world's assets are shipped; those of
-the harder one (``tiny_world/hard.py``), on which algorithms are compared, are not. Architectures
-and tokenizers are read from the shipped files; weights are trained from nothing. A build that was
-stopped goes on where it was a minute before, one that paused where it was: it ends with 3.
+takes a few minutes on one H100 and hours on a CPU, so the assets of the tiny world and of the words
+(``tiny_world/words.py``) are shipped; those of the harder one (``tiny_world/hard.py``), on which
+algorithms are compared, are not. Architectures and tokenizers are read from the shipped files;
+weights are trained from nothing. A build that was stopped goes on where it was a minute before, one
+that paused where it was: it ends with 3.
 `--only` makes some stages, so that several may be made side by side (``hard_world.py`` does).
 `--effort quick` runs a few steps of each stage to show that everything works.
 """
@@ -35,11 +37,9 @@ from tiny_world.flux import FluxEffort, train_flux
 from tiny_world.hard import HELDOUT, SCENE_SEED, TRAIN
 from tiny_world.measure import Figures, measure_autoencoder, measure_flux, measure_rewards
 from tiny_world.rewards import Painters, RewardEffort, TrainingPictures, train_clip, train_hps
-from tiny_world.world import World, harder, prepare, tiny
+from tiny_world.world import World, harder, prepare, spelt, tiny
 
-SIZE_LIMIT_MB = {"tiny": 16.0, "hard": 40.0}
-README = Path(__file__).parent / "tiny_world" / "assets_readme.md"
-"""What the assets' README is made from."""
+SIZE_LIMIT_MB = {"tiny": 16.0, "hard": 40.0, "words": 6.0}
 EFFORTS = Path(__file__).parent / "tiny_world" / "efforts.yaml"
 NEVER_TRAINED_ON = ("other_network", "other_data")
 """Scorers of the harder world alone."""
@@ -61,7 +61,9 @@ class Effort:
     scenes: tuple[int, int] = (TRAIN, HELDOUT)  # of the harder world
 
     def world(self, name: str, seed: int = SCENE_SEED) -> World:
-        return tiny() if name == "tiny" else harder(seed, *self.scenes)
+        if name == "hard":
+            return harder(seed, *self.scenes)
+        return tiny() if name == "tiny" else spelt()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -84,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     # As in load_policy: with torch 2.11, cuDNN's attention goes wrong in backward passes.
     torch.backends.cuda.enable_cudnn_sdp(False)
     efforts = yaml.safe_load(EFFORTS.read_text())
-    name = ("" if options.world == "tiny" else "hard_") + options.effort
+    name = ("" if options.world == "tiny" else f"{options.world}_") + options.effort
     effort = TypeAdapter(Effort).validate_python(efforts[name])
     build = Build(effort.world(options.world), options.out, effort, device, options.seed)
     if not build.run(options.limit_s, options.only or STAGES):
@@ -104,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         "figures": figures,
         "sizes_mb": _sizes_mb(options.out),
     }
-    if options.world == "tiny":
+    if options.world != "hard":
         (options.out / "README.md").write_text(_readme(options, result))
     measuring.write_json(options.json, result)
     total = sum(result["sizes_mb"].values())
@@ -141,7 +143,8 @@ class Build:
             "other_data": self._other_data,
             "measure": lambda _: self._measure(),
         }
-        left_out = () if self.world.name == "hard" else NEVER_TRAINED_ON
+        unmade = {"tiny": NEVER_TRAINED_ON, "words": ("clip", "hps", *NEVER_TRAINED_ON)}
+        left_out = unmade.get(self.world.name, ())
         return {name: stage for name, stage in every.items() if name not in left_out}
 
     @property
@@ -220,6 +223,8 @@ class Build:
         figures = measure_autoencoder(self.world, flux, self.device, effort.vae_pictures)
         asked = self.world.heldout[: effort.captions]
         of_flux, pictures = measure_flux(self.world, flux, asked, self.device, effort.rounds)
+        if self.world.name == "words":
+            return figures | of_flux
         of_rewards = measure_rewards(self.world, self.out, asked, pictures, self.device)
         return figures | of_flux | of_rewards
 
@@ -235,14 +240,18 @@ def _sizes_mb(out: Path) -> dict[str, float]:
 
 def _readme(options: argparse.Namespace, result: dict) -> str:
     command = ["python", "scripts/build_tiny_world.py", "--out", "DIR"]
+    command += ["--world", "words"] if options.world == "words" else []
     command += ["--seed", str(options.seed)]
     command += ["--device", "cpu" if result["trained_on"].startswith("CPU") else "cuda"]
     command += ["--effort", options.effort] if options.effort != "full" else []
     rows = [f"| {name} | {value:.4g} |" for name, value in result["figures"].items()]
     sizes = ", ".join(f"{name} {size} MB" for name, size in result["sizes_mb"].items())
-    stages = ("vae", "flux", "clip", "hps")
+    stages = (name for name in STAGES[1:-1] if name in result["seconds"])
     seconds = ", ".join(f"{name} {result['seconds'][name]}" for name in stages)
-    return README.read_text().format(
+    # What the assets' README is made from.
+    kind = "assets" if options.world == "tiny" else options.world
+    template = EFFORTS.with_name(f"{kind}_readme.md")
+    return template.read_text().format(
         date=datetime.date.today().isoformat(),
         trained_on=result["trained_on"],
         command=shlex.join(command),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.tiny_world import assets_dir, oracle, scene
-from tiny_world import hard, hard_oracle
+from tiny_world import hard, hard_oracle, words
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class World:
     """int64 [C]: equal where two captions say the same."""
     near: Tensor
     """int64 [base, N]: captions that differ in one attribute."""
-    lay_out: Callable[[Tensor, torch.Generator], scene.Layout]
-    paint: Callable[[scene.Layout], Tensor]
+    lay_out: Callable[[Tensor, torch.Generator], Any]
+    paint: Callable[[Any], Tensor]
     check: Callable[[npt.NDArray[np.uint8], Sequence[str]], npt.NDArray[np.float32]]
     train: list[str]
     heldout: list[str]
@@ -119,6 +119,27 @@ def harder(
     )
 
 
+@lru_cache
+def spelt() -> World:
+    """The world of ``words.py``. It has no near misses, for no reward model is trained on it."""
+    train, heldout = words.prompts("train"), words.prompts("heldout")
+    captions = train + heldout
+    return World(
+        name="words",
+        side=words.SIDE,
+        captions=captions,
+        codes=words.codes_of(captions),
+        scenes=torch.arange(len(captions)),
+        near=torch.empty(len(captions), 0, dtype=torch.int64),
+        lay_out=words.lay_out,
+        paint=words.paint,
+        check=words.check,
+        train=train,
+        heldout=heldout,
+        steps=(6, 12),
+    )
+
+
 def sample_apart(count: int, seed: int) -> Tensor:
     """Scenes of which no two say the same, int64 [count, 10]."""
     codes = hard.sample_codes(count + count // 4, seed)
@@ -165,8 +186,10 @@ makes open_clip's ResNet."""
 
 def prepare(world: World, out: Path) -> None:
     """Write what needs no training: prompts, tokenizers, configurations."""
-    parts = sorted(path for path in assets_dir().rglob("*.json"))
-    files = {str(path.relative_to(assets_dir())): path.read_text() for path in parts}
+    root = assets_dir() / "words" if world.name == "words" else assets_dir()
+    folders = ("flux", "clip", "hps")
+    parts = sorted(path for folder in folders for path in (root / folder).rglob("*.json"))
+    files = {str(path.relative_to(root)): path.read_text() for path in parts}
     if world.name == "hard":
         files = _larger(files)
     files |= {
