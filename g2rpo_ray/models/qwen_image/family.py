@@ -108,6 +108,12 @@ class QwenImage(Family):
     def is_modulation(self, name: str) -> bool:
         return name in ("img_mod.1", "txt_mod.1")
 
+    def fuse(self, transformer: Any) -> None:
+        # Needs Triton, which comes with PyTorch only where it is built for cards.
+        from g2rpo_ray.models.qwen_image.fused import fuse
+
+        fuse(transformer)
+
     @property
     def vae_channels(self) -> int:
         return self.configs["vae"].get("z_dim", 16)

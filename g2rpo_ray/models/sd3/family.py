@@ -117,3 +117,9 @@ class Sd3(Family):
 
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")
+
+    def fuse(self, transformer: Any) -> None:
+        # Needs Triton, which comes with PyTorch only where it is built for cards.
+        from g2rpo_ray.models.sd3.fused import fuse
+
+        fuse(transformer)
