@@ -83,10 +83,7 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor, scale: float) -> None:
 
 
 def attended(
-    attn: Any,
-    streams: list[tuple[Tensor, tuple[str, ...]]],
-    rotary: Rotary | None,
-    **dispatch: Any,
+    attn: Any, streams: list[tuple[Tensor, tuple[str, ...]]], rotary: Rotary | None, **dispatch: Any
 ) -> list[Tensor]:
     """Joint attention before its last products, with one kernel for the norm, the rotary embedding
     and the place in the joint sequence of queries, and one for those of keys.

@@ -23,15 +23,16 @@ class RecordedPass:
         """``warn`` is told of a network that cannot be recorded, which is then never again."""
         self._policy, self._warn = policy, warn
         self._works = True
-        self._pool: tuple[int, int] | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """What was recorded; to be called when weights may lie elsewhere."""
-        self._shapes: list[torch.Size] = []
+        # One that is out of date is kept until the next one has its memory.
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
         self._output: Tensor | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """To be called when weights may lie elsewhere."""
+        self._shapes: list[torch.Size] = []
+        self._output = None
 
     def __call__(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         """As ``Policy.forward``."""
@@ -41,39 +42,41 @@ class RecordedPass:
             self.forget()
             self._shapes = shapes
             return self._policy(x, sigma, embeds)
-        if self._graph is None:
+        if self._output is None:
             try:
-                self._record(x, sigma, embeds)
+                self._output = self._record(x.clone(), sigma.clone(), deepcopy(embeds))
             # Whatever a network does that a stream under capture may not.
             except RuntimeError as error:
-                self._works = False
+                self._works, self._graph = False, None
                 reason = " ".join(str(error).split())[:200]
                 self._warn(f"passes over one latent are not recorded, and slower ({reason})")
-                self.forget()
                 return self._policy(x, sigma, embeds)
-        assert self._graph is not None
-        assert self._output is not None
         for kept, tensor in zip(self._inputs, given, strict=True):
             kept.copy_(tensor)
-        self._graph.replay()
+        self._play()
         return self._output.clone()
 
-    def _record(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> None:
-        x, sigma, embeds = x.clone(), sigma.clone(), deepcopy(embeds)
+    def _play(self) -> None:
+        assert self._graph is not None, "it was recorded"
+        self._graph.replay()
+
+    def _record(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
+        """Keeps these inputs; returns the output, both of which are overwritten from now on."""
         self._inputs = [x, sigma, *embeds.all_tensors]
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        pool = () if self._graph is None else (self._graph.pool(),)
         graph, current, other = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _stream()
         other.wait_stream(current)
         with torch.cuda.stream(other):
             # Not torch.cuda.graph, which gives the allocator's memory back first. Other threads
             # may go on using the card.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(*pool, capture_error_mode="thread_local")
             try:
-                self._output = self._policy(x, sigma, embeds)
+                output = self._policy(x, sigma, embeds)
             finally:
                 graph.capture_end()
         current.wait_stream(other)
         self._graph = graph
+        return output
 
 
 @cache
