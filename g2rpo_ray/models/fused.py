@@ -6,6 +6,7 @@ queries and keys moved 1.2 TB/s of 4.8, and its GELU waited for tanh. Outside co
 changes: there the blocks are diffusers' own.
 """
 
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 

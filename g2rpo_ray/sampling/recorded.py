@@ -63,13 +63,13 @@ class RecordedPass:
     def _record(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         """Keeps these inputs; returns the output, both of which are overwritten from now on."""
         self._inputs = [x, sigma, *embeds.all_tensors]
-        pool = () if self._graph is None else (self._graph.pool(),)
+        pool = None if self._graph is None else self._graph.pool()
         graph, current, other = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), _stream()
         other.wait_stream(current)
         with torch.cuda.stream(other):
             # Not torch.cuda.graph, which gives the allocator's memory back first. Other threads
             # may go on using the card.
-            graph.capture_begin(*pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 output = self._policy(x, sigma, embeds)
             finally:
