@@ -25,7 +25,7 @@ TEXT = ("add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k"
 """Layers of a stream, as diffusers' joint attention names them."""
 
 
-def fuse_elementwise(transformer: nn.Module, processors: dict[type, type]) -> None:
+def fuse_elementwise(transformer: Any, processors: dict[type, type]) -> None:
     """Prepare a transformer on a card for ``compile_blocks``; the weights' names stay.
 
     It must not be trained: the kernels have no backward pass.
@@ -42,9 +42,9 @@ def fuse_elementwise(transformer: nn.Module, processors: dict[type, type]) -> No
             ours._attention_backend = getattr(chosen, "_attention_backend", None)
             module.set_processor(ours)
         elif isinstance(module, GELU) and module.approximate == "tanh":
-            module.gelu = gelu  # type: ignore[method-assign]
+            module.gelu = gelu
         elif isinstance(module, Adapted):
-            module.forward = MethodType(adapted, module)  # type: ignore[method-assign]
+            module.forward = MethodType(adapted, module)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -84,7 +84,10 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor, scale: float) -> None:
 
 
 def attended(
-    attn: Any, streams: list[tuple[Tensor, tuple[str, ...]]], rotary: Rotary | None, **dispatch: Any
+    attn: Any,
+    streams: Sequence[tuple[Tensor, tuple[str, ...]]],
+    rotary: Rotary | None,
+    **dispatch: Any,
 ) -> list[Tensor]:
     """Joint attention before its last products, with one kernel for the norm, the rotary embedding
     and the place in the joint sequence of queries, and one for those of keys.
