@@ -7,7 +7,6 @@ changes: there the blocks are diffusers' own.
 """
 
 from collections.abc import Sequence
-from types import MethodType
 from typing import Any
 
 import torch
@@ -16,6 +15,8 @@ import triton.language as tl
 from diffusers.models.activations import GELU
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
+
+from g2rpo_ray.models.lora import ADAPTER
 
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine of every pair of numbers of a head: float32 ``[all tokens, head_dim / 2]``."""
@@ -33,8 +34,6 @@ def fuse_elementwise(transformer: Any, processors: dict[type, type]) -> None:
     Args:
         processors: of attention, by the class of those that they take the place of.
     """
-    from peft.tuners.lora import Linear as Adapted
-
     for module in transformer.modules():
         chosen = getattr(module, "processor", None)
         if type(chosen) in processors and getattr(module, "norm_q", None) is not None:
@@ -43,8 +42,6 @@ def fuse_elementwise(transformer: Any, processors: dict[type, type]) -> None:
             module.set_processor(ours)
         elif isinstance(module, GELU) and module.approximate == "tanh":
             module.gelu = gelu
-        elif isinstance(module, Adapted):
-            module.forward = MethodType(adapted, module)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -63,34 +60,14 @@ class FusedGelu(nn.Module):
         return gelu(x)
 
 
-def adapted(self: Any, x: Tensor) -> Tensor:
-    """A linear layer with peft's LoRA: the adapter's product is added where the layer's own stands,
-    and rounded with it once."""
-    if not torch.compiler.is_compiling():
-        answer: Tensor = type(self).forward(self, x)
-        return answer
-    y: Tensor = self.base_layer(x)
-    for name in self.active_adapters:
-        narrow = self.lora_A[name](x)
-        add_product(y.flatten(0, -2), narrow.flatten(0, -2), self.lora_B[name].weight,
-                    self.scaling[name])  # fmt: skip
-    return y
-
-
-@torch.library.custom_op("g2rpo_ray::add_product", mutates_args=("y",))
-def add_product(y: Tensor, x: Tensor, weight: Tensor, scale: float) -> None:
-    """``y += scale * x @ weight.T`` of ``[rows, out]``, ``[rows, in]`` and ``[out, in]``."""
-    y.addmm_(x, weight.T, alpha=scale)
-
-
 def attended(
     attn: Any,
     streams: Sequence[tuple[Tensor, tuple[str, ...]]],
     rotary: Rotary | None,
     **dispatch: Any,
 ) -> list[Tensor]:
-    """Joint attention before its last products, with one kernel for the norm, the rotary embedding
-    and the place in the joint sequence of queries, and one for those of keys.
+    """Joint attention before its last products, with one kernel for the adapters' sum, the norm,
+    the rotary embedding and the place in the joint sequence of queries, and one for those of keys.
 
     Args:
         attn: diffusers' module.
@@ -102,15 +79,7 @@ def attended(
     Returns:
         ``[B, tokens, C]`` of each stream.
     """
-    q, k = (
-        norm_and_rotate(
-            [getattr(attn, names[part])(x).contiguous() for x, names in streams],
-            [getattr(attn, names[part + 3]).weight for _, names in streams],
-            *(rotary or (None, None)),
-            eps=attn.norm_q.eps,
-        )
-        for part in (0, 1)
-    )
+    q, k = (_queries(attn, streams, rotary, part) for part in (0, 1))
     values = [getattr(attn, names[2])(x) for x, names in streams]
     v = values[0] if len(values) == 1 else torch.cat(values, dim=1)
     v = v.unflatten(-1, q.shape[2:])
@@ -119,16 +88,48 @@ def attended(
     return [part.contiguous() for part in parts]
 
 
+def _queries(
+    attn: Any, streams: Sequence[tuple[Tensor, tuple[str, ...]]], rotary: Rotary | None, part: int
+) -> Tensor:
+    """Queries, or keys for ``part`` 1."""
+    layers = [(getattr(attn, names[part]), x) for x, names in streams]
+    added, scale = [], 0.0
+    # peft's, where all streams have one: else each layer adds its own.
+    if all(
+        getattr(layer, "active_adapters", []) == [ADAPTER] and not layer.disable_adapters
+        for layer, _ in layers
+    ):
+        scale = layers[0][0].scaling[ADAPTER]
+        added = [layer.lora_B[ADAPTER](layer.lora_A[ADAPTER](x)) for layer, x in layers]
+        layers = [(layer.base_layer, x) for layer, x in layers]
+    return norm_and_rotate(
+        [layer(x).contiguous() for layer, x in layers],
+        [more.contiguous() for more in added],
+        [getattr(attn, names[part + 3]).weight for _, names in streams],
+        *(rotary or (None, None)),
+        scale=scale,
+        eps=attn.norm_q.eps,
+    )
+
+
 @torch.library.custom_op("g2rpo_ray::norm_and_rotate", mutates_args=())
 def norm_and_rotate(
-    parts: list[Tensor], weights: list[Tensor], cos: Tensor | None, sin: Tensor | None, eps: float
+    parts: list[Tensor],
+    added: list[Tensor],
+    weights: list[Tensor],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    scale: float,
+    eps: float,
 ) -> Tensor:
-    """RMS norm of every head, then the rotary embedding, of sequences put after one another.
+    """Adapters' sum, RMS norm of every head, then the rotary embedding, of sequences put after one
+    another.
 
     Computed in float32 and rounded once.
 
     Args:
         parts: contiguous, ``[B, tokens of the part, heads * D]`` each.
+        added: to each part, times ``scale``, or nothing to any.
         weights: of the norm, ``[D]`` for each part.
         cos: float32 ``[all tokens, D / 2]``, one for each pair of numbers; without it no rotation.
         sin: like ``cos``, of its strides too.
@@ -137,15 +138,15 @@ def norm_and_rotate(
     Returns:
         ``[B, all tokens, heads, D]`` in the parts' dtype.
     """
-    out = _joint(parts, weights, cos, sin, eps)
+    out = _joint(parts, added, weights, cos, sin, scale, eps)
     batch, tokens, heads, head_dim = out.shape
     angles = (cos, sin, *cos.stride()) if cos is not None and sin is not None else (out, out, 0, 0)
     first = 0
-    for x, weight in zip(parts, weights, strict=True):
+    for x, more, weight in zip(parts, added or parts, weights, strict=True):
         _norm_and_rotate_kernel[(batch * x.shape[1],)](
-            x, weight, *angles, out, x.shape[1], first, tokens, eps,
+            x, more, weight, *angles, out, x.shape[1], first, tokens, scale, eps,
             heads=heads, rows=triton.next_power_of_2(heads), head_dim=head_dim,
-            rotate=cos is not None,
+            rotate=cos is not None, add=bool(added),
         )  # fmt: skip
         first += x.shape[1]
     return out
@@ -154,9 +155,11 @@ def norm_and_rotate(
 @norm_and_rotate.register_fake
 def _joint(
     parts: list[Tensor],
+    added: list[Tensor],  # noqa: ARG001
     weights: list[Tensor],
     cos: Tensor | None,  # noqa: ARG001
     sin: Tensor | None,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
     eps: float,  # noqa: ARG001
 ) -> Tensor:
     """An empty tensor of the answer's shape."""
@@ -168,19 +171,21 @@ def _joint(
 
 @triton.jit
 def _norm_and_rotate_kernel(  # type: ignore[no-untyped-def]
-    x, weight, cos, sin, angle_row, angle_pair, out, tokens, first, all_tokens, eps,
+    x, more, weight, cos, sin, angle_row, angle_pair, out, tokens, first, all_tokens, scale, eps,
     heads: tl.constexpr, rows: tl.constexpr, head_dim: tl.constexpr, rotate: tl.constexpr,
+    add: tl.constexpr,
 ):  # fmt: skip
     """One program takes all heads of a token: they share its angles."""
     program = tl.program_id(0).to(tl.int64)
     sample, place = program // tokens, first + program % tokens
     row, column, pair = tl.arange(0, rows), tl.arange(0, head_dim), tl.arange(0, head_dim // 2)
     offsets, inside = row[:, None] * head_dim + column[None, :], row[:, None] < heads
-    values = tl.load(x + program * heads * head_dim + offsets, mask=inside, other=0.0).to(
-        tl.float32
-    )
-    scale = tl.rsqrt(tl.sum(values * values, axis=1) / head_dim + eps)
-    values = values * scale[:, None] * tl.load(weight + column).to(tl.float32)[None, :]
+    places = program * heads * head_dim + offsets
+    values = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
+    if add:
+        values += scale * tl.load(more + places, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, axis=1) / head_dim + eps)
+    values = values * inverse[:, None] * tl.load(weight + column).to(tl.float32)[None, :]
     if rotate:
         c = tl.load(cos + place * angle_row + pair * angle_pair)[None, :]
         s = tl.load(sin + place * angle_row + pair * angle_pair)[None, :]

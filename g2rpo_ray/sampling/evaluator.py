@@ -43,7 +43,7 @@ class Evaluator:
     def weights_changed(self) -> None:
         """To be called when the policy's weights are others than before."""
         if self._single is not None:
-            self._single.forget()
+            self._single.weights_changed()
 
     @torch.no_grad()
     def __call__(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:

@@ -27,12 +27,22 @@ class RecordedPass:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
         self._output: Tensor | None = None
+        self._places: list[int] = []
         self.forget()
 
     def forget(self) -> None:
-        """To be called when weights may lie elsewhere."""
+        """What was recorded is not played any more."""
         self._shapes: list[torch.Size] = []
         self._output = None
+
+    def weights_changed(self) -> None:
+        """What was recorded reads them where they lay, and stays if they lie there still."""
+        if self._output is not None and self._places != self._weight_places():
+            self.forget()
+
+    def _weight_places(self) -> list[int]:
+        tensors = (*self._policy.parameters(), *self._policy.buffers())
+        return [tensor.data_ptr() for tensor in tensors]
 
     def __call__(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         """As ``Policy.forward``."""
@@ -45,6 +55,7 @@ class RecordedPass:
         if self._output is None:
             try:
                 self._output = self._record(x.clone(), sigma.clone(), deepcopy(embeds))
+                self._places = self._weight_places()
             # Whatever a network does that a stream under capture may not.
             except RuntimeError as error:
                 self._works, self._graph = False, None

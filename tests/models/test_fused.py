@@ -78,8 +78,9 @@ from g2rpo_ray.models.policy import load_policy
 from tests.models.families.folders import family_config
 from tests.tiny import encode
 
-def error(name):
-    config = family_config(name, "model.lora.rank=2")
+def error(name, *targets):
+    lora = {"rank": 2, "alpha": 3.0, "target_modules": targets or None}
+    config = family_config(name, f"model.lora={json.dumps(lora)}")
     (prompt,) = encode(config, ["a red circle"])
     policy = load_policy(config)
     torch.manual_seed(0)
@@ -97,7 +98,8 @@ def error(name):
         ours = policy(x, sigma, prompt.embeds)
     return as_before, float((ours - expected).abs().max() / expected.abs().max())
 
-print(json.dumps([error(name) for name in ("flux1_dev", "sd3", "qwen_image")]))
+whole = [error(name) for name in ("flux1_dev", "sd3", "qwen_image")]
+print(json.dumps([*whole, error("sd3", "attn.to_q", "attn.to_k", "attn.add_k_proj")]))
 """
 
 
@@ -115,7 +117,7 @@ def interpreted(code: str) -> Any:
 def test_compiled_networks_are_those_of_diffusers() -> None:
     found = interpreted(NETWORKS)
     print(found)
-    assert len(found) == 3
+    assert len(found) == 4
     for as_before, error in found:
         # Outside compiled code nothing changes.
         assert as_before

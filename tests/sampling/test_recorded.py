@@ -76,10 +76,17 @@ def test_another_length_and_other_weights_are_recorded_anew() -> None:
     for prompt in (short, short, longer, longer, longer):
         assert torch.equal(ours(x, sigma, prompt.embeds), policy(x, sigma, prompt.embeds))
     assert (ours.recorded, ours.played) == (2, 3)
-    ours.forget()
+    weight = next(policy.parameters())
+    weight.add_(0.1)
+    ours.weights_changed()
+    assert torch.equal(ours(x, sigma, longer.embeds), policy(x, sigma, longer.embeds))
+    # Where they were before: the recording goes on.
+    assert (ours.recorded, ours.played) == (2, 4)
+    weight.data = weight.clone()
+    ours.weights_changed()
     for _ in range(2):
         ours(x, sigma, longer.embeds)
-    assert (ours.recorded, ours.played) == (3, 4)
+    assert (ours.recorded, ours.played) == (3, 5)
 
 
 @torch.no_grad()
