@@ -33,8 +33,8 @@ class Evaluator:
         """Velocities that were asked for so far; what fills a batch does not count."""
         self._batch = BatchSize(batch, "rollout.batch_size") if isinstance(batch, int) else batch
         self._fixed_shapes = fixed_shapes
-        on_card = fixed_shapes and policy.transformer.device.type == "cuda"
-        self._single = RecordedPass(policy, warn) if on_card else None
+        recorded = policy.family.recordable and policy.transformer.device.type == "cuda"
+        self._single = RecordedPass(policy, warn) if recorded and fixed_shapes else None
 
     @property
     def batch_size(self) -> int:

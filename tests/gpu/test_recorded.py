@@ -28,6 +28,6 @@ def test_every_family_plays_what_it_computes(name: str) -> None:
             for weight in trainable_parameters(policy).values():
                 weight.add_(0.1)
         assert torch.equal(ours(x, sigma, embeds), policy(x, sigma, embeds)), call
+    # The others are tried too: one that works can be made recordable.
     print(f"{name}: {warnings or 'recorded'}")
-    assert torch.randn(8, device=CARD).sum().isfinite(), "the card goes on after a failure"
-    assert len(warnings) <= 1
+    assert warnings == [] or not policy.family.recordable

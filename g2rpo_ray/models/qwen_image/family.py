@@ -37,6 +37,7 @@ class QwenImage(Family):
         for layer in (*lora_targets, "img_mod.1", "txt_mod.1")
     }
     text_varies = True
+    recordable = True
     published: ClassVar = read_published(__file__)
 
     def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:

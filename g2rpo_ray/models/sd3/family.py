@@ -48,6 +48,7 @@ class Sd3(Family):
         "joint_blocks.{}.context_block.mlp.fc2": ("transformer_blocks.{}.ff_context.net.2",),
     }
     in_sd_scripts = True
+    recordable = True
     token_side = 1
     published: ClassVar = read_published(__file__)
 
