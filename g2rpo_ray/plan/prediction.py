@@ -47,6 +47,7 @@ from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
 
 OPEN_CLIP_KINDS = ("hps", "clip")
+COMPILED_LEARNER: PassName = "learner_lora_checkpointing_compiled"
 FROZEN = "frozen weights"
 """Their holder, once on every card that a role which maps them is on."""
 Name = TypeVar("Name", PassName, RateName)
@@ -225,7 +226,7 @@ class Predictor:
         on_host = config.learner.offload_optimizer
         optimizer = self._rate("optimizer_host" if on_host else "optimizer", "optimizer")
         seconds += self.updates * optimizer.time_s(shard)
-        if config.model.lora is not None and "optimizer_tensors" in costs.rates:
+        if self._compiled_learner:
             tensors = costs.rate("optimizer_tensors").time_s(self.size.trained_tensors)
             seconds += self.updates * tensors
         if on_host and "gradients_to_host" in costs.rates:
@@ -328,18 +329,20 @@ class Predictor:
 
     @property
     def _compiled_learner(self) -> bool:
-        """Whether passes are of the compiled kind that is measured."""
+        """Whether passes are of the compiled kind that was measured, of some families."""
         model = self.config.model
-        return self.config.learner.compile and bool(model.lora) and model.gradient_checkpointing
+        asked = self.config.learner.compile and bool(model.lora) and model.gradient_checkpointing
+        return asked and COMPILED_LEARNER in self.costs.passes
 
     def _learner_cost(self) -> tuple[PassCost, int]:
         """Of the run's kind of pass, or of another kind that was measured: operations compare."""
         name = learner_pass_name(
             self.config.model.lora is not None, self.config.model.gradient_checkpointing
         )
-        compiled: list[PassName] = ["learner_lora_checkpointing_compiled"]
-        known = [*(compiled if self._compiled_learner else []), name, *LEARNER_FORWARDS]
+        known = [name, *LEARNER_FORWARDS]
         measured = next((n for n in known if self.costs.passes.get(n)), None)
+        if self._compiled_learner:
+            measured = COMPILED_LEARNER
         if measured is None:
             raise CostsError(f"the table of costs has no pass of a learner for {self.card}")
         return self.costs.pass_cost(measured), LEARNER_FORWARDS[name]
