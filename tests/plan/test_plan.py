@@ -198,9 +198,9 @@ def test_a_family_has_its_own_passes_and_a_step_costs_by_tensors() -> None:
     # 4 prompts of 5 steps; a pass of such few operations is what starting its kernels takes.
     passes_s = 4 * 5 * learned["seconds"]
     assert own.learn_s(1) == pytest.approx(passes_s + 382 * 0.000275, rel=0.02)
-    assert reference.learn_s(1) < own.learn_s(1) / 2
-    eager = load_config(recipe, ["learner.compile=false"])
-    assert Predictor(eager, load_costs(), "H200").learn_s(1) > own.learn_s(1)
+    # Without them, or eager, as FLUX.1's eager passes.
+    eager = Predictor(load_config(recipe, ["learner.compile=false"]), load_costs(), "H200")
+    assert reference.learn_s(1) == eager.learn_s(1) > 2 * own.learn_s(1)
 
 
 def test_gradients_take_time_on_their_way_to_the_host() -> None:
