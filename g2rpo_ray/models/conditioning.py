@@ -27,6 +27,11 @@ class Conditioning:
         return self.negative
 
     @property
+    def all_tensors(self) -> list[Tensor]:
+        """Those of the negative one too."""
+        return [*self.tensors.values(), *(self.negative.all_tensors if self.negative else [])]
+
+    @property
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
 

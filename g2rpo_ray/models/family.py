@@ -65,6 +65,8 @@ class Family(ABC):
     """Classes of the transformer's repeated blocks, which are compiled and rounded to float8."""
     text_varies: ClassVar[bool] = False
     """Whether conditioning keeps each text's own length, so that compiled code meets many."""
+    recordable: ClassVar[bool] = False
+    """Whether a pass of the network was seen on a card to work as a CUDA graph."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Endings of the names of modules that get an adapter, where the run names none."""
     joined: ClassVar[Mapping[str, tuple[str, ...]]]

@@ -34,17 +34,19 @@ PassName = Literal[
     "decode_compiled",
     "learner_lora",
     "learner_lora_checkpointing",
+    "learner_lora_checkpointing_compiled",
     "learner_full",
     "learner_full_checkpointing",
     "score_hps",
     "score_clip",
 ]
-"""``compiled`` are those of a rollout on a card, unless ``rollout.compile`` is false; ``float8`` is
-compiled, too, with ``rollout.fp8``."""
+"""``compiled`` are those of a rollout on a card, unless ``rollout.compile`` is false, and of a
+learner with ``learner.compile``; ``float8`` is compiled, too, with ``rollout.fp8``."""
 
 RateName = Literal[
     "matrix",
     "optimizer",
+    "optimizer_tensors",
     "optimizer_host",
     "gradients_to_host",
     "widening",
@@ -52,7 +54,8 @@ RateName = Literal[
     "sync_nccl",
     "link",
 ]
-"""matrix: FLOP of a large product; optimizer: parameters through AdamW, on the card, or on the host
+"""matrix: FLOP of a large product; optimizer_tensors: adapters' tensors that a step begins with;
+optimizer: parameters through AdamW, on the card, or on the host
 with ``learner.offload_optimizer``; gradients_to_host: bytes of gradients that move there in every
 pass then; widening: weights in 8 bits widened for products; sync: bytes of weights into the
 workers, verified; link: bytes between two cards."""
@@ -129,6 +132,13 @@ class CardCosts(Section):
     reference: Reference
     passes: dict[PassName, list[Measurement]]
     rates: dict[RateName, Rate]
+    families: dict[str, dict[PassName, list[Measurement]]] = Field(default_factory=dict)
+    """Passes that were measured with a family's own network, by the class of its pipeline."""
+
+    def of_family(self, pipeline: str) -> "CardCosts":
+        """With the family's own passes in the place of the reference's, where they are known."""
+        passes = self.passes | self.families.get(pipeline, {})
+        return self.model_copy(update={"passes": passes})
 
     def pass_cost(self, name: PassName) -> PassCost:
         """A line through the smallest and the largest batch that were measured.

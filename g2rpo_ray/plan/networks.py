@@ -37,6 +37,7 @@ class PolicySize:
     parameters: int
     """Of the transformer without adapters."""
     trained_parameters: int
+    trained_tensors: int
     frozen_parameters: int
     """Held and not trained: the base of a LoRA run, or what ``trained_modules`` leaves out."""
     buffer_bytes: int
@@ -176,6 +177,7 @@ def _count_policy(family: Family, source: str, config: Config) -> PolicySize:
         source=source,
         parameters=count_parameters(policy) - adapters,
         trained_parameters=trained,
+        trained_tensors=sum(p.requires_grad for p in policy.parameters()),
         frozen_parameters=count_parameters(policy) - trained,
         buffer_bytes=sum(b.nbytes for b in policy.buffers()),
         rounded_parameters=sum(weight.numel() for weight in rounded),

@@ -41,12 +41,13 @@ from g2rpo_ray.plan.memory import (
     scorer_memory,
     scorer_pass_name,
 )
-from g2rpo_ray.plan.networks import PolicySize, ScorerSize, policy_size, scorer_size
+from g2rpo_ray.plan.networks import PolicySize, ScorerSize, planned_family, policy_size, scorer_size
 from g2rpo_ray.plan.packing import pack
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
 
 OPEN_CLIP_KINDS = ("hps", "clip")
+COMPILED_LEARNER: PassName = "learner_lora_checkpointing_compiled"
 FROZEN = "frozen weights"
 """Their holder, once on every card that a role which maps them is on."""
 Name = TypeVar("Name", PassName, RateName)
@@ -103,7 +104,8 @@ class Predictor:
     def __init__(self, config: Config, table: CostTable, card: str) -> None:
         """Raises CostsError where the card, or a pass that is needed, was not measured."""
         self.config, self.card = config, card
-        self.costs = table.of(card)
+        family, _ = planned_family(config.model.path)
+        self.costs = table.of(card).of_family(family.pipeline)
         self.size: PolicySize = policy_size(config)
         self.notes = [f"policy: {self.size.source}", *self._caveats()]
         self.rewards = {name: self._reward(name, table) for name in sorted(config.rewards)}
@@ -232,6 +234,9 @@ class Predictor:
         on_host = config.learner.offload_optimizer
         optimizer = self._rate("optimizer_host" if on_host else "optimizer", "optimizer")
         seconds += self.updates * optimizer.time_s(shard)
+        if self._compiled_learner:
+            tensors = costs.rate("optimizer_tensors").time_s(self.size.trained_tensors)
+            seconds += self.updates * tensors
         if on_host and "gradients_to_host" in costs.rates:
             gradients = passes * shard * BYTES[config.model.dtype]
             seconds += costs.rate("gradients_to_host").time_s(gradients)
@@ -330,12 +335,22 @@ class Predictor:
             self.notes.append(text)
         return instead
 
+    @property
+    def _compiled_learner(self) -> bool:
+        """Whether passes are of the compiled kind that was measured, of some families."""
+        model = self.config.model
+        asked = self.config.learner.compile and bool(model.lora) and model.gradient_checkpointing
+        return asked and COMPILED_LEARNER in self.costs.passes
+
     def _learner_cost(self) -> tuple[PassCost, int]:
         """Of the run's kind of pass, or of another kind that was measured: operations compare."""
         name = learner_pass_name(
             self.config.model.lora is not None, self.config.model.gradient_checkpointing
         )
-        measured = next((n for n in (name, *LEARNER_FORWARDS) if self.costs.passes.get(n)), None)
+        known = [name, *LEARNER_FORWARDS]
+        measured = next((n for n in known if self.costs.passes.get(n)), None)
+        if self._compiled_learner:
+            measured = COMPILED_LEARNER
         if measured is None:
             raise CostsError(f"the table of costs has no pass of a learner for {self.card}")
         return self.costs.pass_cost(measured), LEARNER_FORWARDS[name]

@@ -82,7 +82,9 @@ class RolloutEngine:
             fixed_shapes=compiled,
         )
         self._batch = BatchSize(settings.planned_batch_size, "rollout.batch_size", warn)
-        evaluators = [Evaluator(p, self._batch, fixed_shapes=compiled) for p in self._policies]
+        evaluators = [
+            Evaluator(p, self._batch, fixed_shapes=compiled, warn=warn) for p in self._policies
+        ]
         self._evaluators, self.exact, self.estimate = evaluators, evaluators[0], evaluators[-1]
         # Only now is everything on the device that a batch has to fit beside.
         if compiled:
@@ -112,6 +114,8 @@ class RolloutEngine:
 
     def weights_changed(self) -> None:
         """To be called when the policy's weights are others than before."""
+        for evaluate in self._evaluators:
+            evaluate.weights_changed()
         if self._twin is not None:
             self._twin.refresh()
 

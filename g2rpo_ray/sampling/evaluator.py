@@ -3,33 +3,47 @@
 import torch
 from torch import Tensor
 
-from g2rpo_ray.models.batches import BatchSize
+from g2rpo_ray.models.batches import BatchSize, Warn
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.policy import Policy
+from g2rpo_ray.sampling.recorded import RecordedPass
 
 
 class Evaluator:
     """One policy, asked for any number of velocities of one prompt, in batches that fit."""
 
     def __init__(
-        self, policy: Policy, batch: BatchSize | int, *, fixed_shapes: bool = False
+        self,
+        policy: Policy,
+        batch: BatchSize | int,
+        *,
+        fixed_shapes: bool = False,
+        warn: Warn = lambda _: None,
     ) -> None:
         """
         Args:
             policy: on its device.
             batch: most evaluations in one pass of the network.
             fixed_shapes: fill a batch that is neither full nor of one latent, so that compiled code
-                meets two shapes only.
+                meets two shapes only; on a card, one latent's pass is recorded.
+            warn: is told where that fails.
         """
         self.policy = policy
         self.evaluations = 0
         """Velocities that were asked for so far; what fills a batch does not count."""
         self._batch = BatchSize(batch, "rollout.batch_size") if isinstance(batch, int) else batch
         self._fixed_shapes = fixed_shapes
+        recorded = policy.family.recordable and policy.transformer.device.type == "cuda"
+        self._single = RecordedPass(policy, warn) if recorded and fixed_shapes else None
 
     @property
     def batch_size(self) -> int:
         return self._batch.rows
+
+    def weights_changed(self) -> None:
+        """To be called when the policy's weights are others than before."""
+        if self._single is not None:
+            self._single.weights_changed()
 
     @torch.no_grad()
     def __call__(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
@@ -43,6 +57,8 @@ class Evaluator:
 
     def _pass(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         rows, missing = len(x), self.batch_size - len(x)
+        if rows == 1 and self._single is not None:
+            return self._single(x, sigma, embeds)
         if not self._fixed_shapes or rows == 1 or missing == 0:
             return self.policy(x, sigma, embeds)
         x = torch.cat([x, x[:1].expand(missing, -1, -1)])

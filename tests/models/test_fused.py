@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="PyTorch for CPUs alone comes without Triton")
 
-from g2rpo_ray.models.flux1.fused import FusedAttnProcessor, gelu
+from g2rpo_ray.models.flux1.fused import FusedAttnProcessor
+from g2rpo_ray.models.fused import gelu
 from tests.integration.command import ROOT, python_path
 
 
@@ -50,18 +52,12 @@ def differences(
 
 
 def test_attention_is_that_of_diffusers() -> None:
-    # Triton decides when it is imported whether it interprets. 3 heads do not fill its tile of 4.
+    # 3 heads do not fill its tile of 4.
     code = (
         "import json; from tests.models.test_fused import differences; print(json.dumps("
         "[differences(d, heads, 16, 7, 5, 'cpu') for heads in (3, 4) for d in (False, True)]))"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": python_path()},
-        cwd=ROOT, capture_output=True, text=True, timeout=480,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    found = json.loads(answer.stdout.splitlines()[-1])
+    found = interpreted(code)
     assert [len(results) for results in found] == [1, 2, 1, 2]
     assert max(max(results) for results in found) < 1e-6
 
@@ -74,6 +70,58 @@ def test_gelu_is_the_same_function_when_compiled(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(gelu(x), expected, rtol=1e-5, atol=1e-6)
     rounded: Tensor = gelu(x.bfloat16())
     assert rounded.dtype == torch.bfloat16
+
+
+NETWORKS = """
+import json, torch
+from g2rpo_ray.models.policy import load_policy
+from tests.models.families.folders import family_config
+from tests.tiny import encode
+
+def error(name, *targets):
+    lora = {"rank": 2, "alpha": 3.0, "target_modules": targets or None}
+    config = family_config(name, f"model.lora={json.dumps(lora)}")
+    (prompt,) = encode(config, ["a red circle"])
+    policy = load_policy(config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            # Adapters do something, and norms have weights.
+            weight.add_(0.1 * torch.randn_like(weight))
+        x = torch.randn(3, *policy.shape.packed)
+        sigma = torch.tensor([1.0, 0.5, 0.1])
+        expected = policy(x, sigma, prompt.embeds)
+        policy.family.fuse(policy.transformer)
+        as_before = torch.equal(policy(x, sigma, prompt.embeds), expected)
+        for _, block in policy.blocks():
+            block.compile(backend="aot_eager", fullgraph=True)
+        ours = policy(x, sigma, prompt.embeds)
+    return as_before, float((ours - expected).abs().max() / expected.abs().max())
+
+whole = [error(name) for name in ("flux1_dev", "sd3", "qwen_image")]
+print(json.dumps([*whole, error("sd3", "attn.to_q", "attn.to_k", "attn.add_k_proj")]))
+"""
+
+
+def interpreted(code: str) -> Any:
+    """What ``code`` prints last. Triton decides when it is imported whether it interprets."""
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": python_path()},
+        cwd=ROOT, capture_output=True, text=True, timeout=480,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def test_compiled_networks_are_those_of_diffusers() -> None:
+    found = interpreted(NETWORKS)
+    print(found)
+    assert len(found) == 4
+    for as_before, error in found:
+        # Outside compiled code nothing changes.
+        assert as_before
+        assert 0 < error < 1e-5
 
 
 @pytest.mark.gpu

@@ -211,6 +211,23 @@ def test_an_offloaded_optimizer_fits_where_it_was_measured(
     assert "on their way to the host" not in printed
 
 
+def test_a_family_has_its_own_passes_and_a_step_costs_by_tensors() -> None:
+    recipe = PAPER.parent / "sd3_5_medium_g2rpo_hps_lora.yaml"
+    config = load_config(recipe)
+    tree = load_costs().model_dump()
+    own = Predictor(config, load_costs(), "H200")
+    (learned,) = tree["cards"]["H200"]["families"]["StableDiffusion3Pipeline"].pop(
+        "learner_lora_checkpointing_compiled"
+    )
+    reference = Predictor(config, CostTable.model_validate(tree), "H200")
+    # 4 prompts of 5 steps; a pass of such few operations is what starting its kernels takes.
+    passes_s = 4 * 5 * learned["seconds"]
+    assert own.learn_s(1) == pytest.approx(passes_s + 382 * 0.000275, rel=0.02)
+    # Without them, or eager, as FLUX.1's eager passes.
+    eager = Predictor(load_config(recipe, ["learner.compile=false"]), load_costs(), "H200")
+    assert reference.learn_s(1) == eager.learn_s(1) > 2 * own.learn_s(1)
+
+
 def test_gradients_take_time_on_their_way_to_the_host() -> None:
     config = load_config(PAPER, ["learner.offload_optimizer=true"])
     tree = load_costs().model_dump()

@@ -106,9 +106,9 @@ class Flux1(Family):
 
     def fuse(self, transformer: Any) -> None:
         # Needs Triton, which comes with PyTorch only where it is built for cards.
-        from g2rpo_ray.models.flux1.fused import fuse_elementwise
+        from g2rpo_ray.models.flux1.fused import fuse
 
-        fuse_elementwise(transformer)
+        fuse(transformer)
 
 
 # Ids are cached, and are no buffers: a cast of the module to bfloat16 must not round positions.

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family, GuidanceKind, read_published
@@ -15,9 +14,8 @@ from g2rpo_ray.models.latents import LatentShape, unpacked
 class QwenImage(Family):
     """One token is 2 x 2 latents of the VAE, which shrinks pictures by 8.
 
-    Texts are padded to one length and masked, so that compiled code meets one shape. Padding
-    changes nothing but rounding: no token attends to it, and the places of picture and text do not
-    depend on it.
+    Each text has its own length, and a pass of guidance is a call of its own, as in the pipeline: a
+    mask costs attention its fast kernels, and padding the products of up to a fifth of the tokens.
     """
 
     pipeline = "QwenImagePipeline"
@@ -38,6 +36,8 @@ class QwenImage(Family):
         f"transformer_blocks.{{}}.{layer}": (f"transformer_blocks.{{}}.{layer}",)
         for layer in (*lora_targets, "img_mod.1", "txt_mod.1")
     }
+    text_varies = True
+    recordable = True
     published: ClassVar = read_published(__file__)
 
     def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:
@@ -55,17 +55,14 @@ class QwenImage(Family):
         return "cfg"
 
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
-        embeds = pipeline.encode_prompt(text, max_sequence_length=length)[0][0]
-        padding = length - len(embeds)
-        mask = pad(torch.ones_like(embeds[:, 0]), (0, padding))
-        return Conditioning({"text": pad(embeds, (0, 0, 0, padding)), "mask": mask})
+        embeds, _ = pipeline.encode_prompt(text, max_sequence_length=length)
+        return Conditioning({"text": embeds[0]})
 
     def blank(
         self, transformer: Any, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> Conditioning:
         width = transformer.config.joint_attention_dim
-        text = torch.zeros(length, width, dtype=dtype, device=device)
-        return Conditioning({"text": text, "mask": torch.ones_like(text[:, 0])})
+        return Conditioning({"text": torch.zeros(length, width, dtype=dtype, device=device)})
 
     def velocity(
         self,
@@ -76,28 +73,30 @@ class QwenImage(Family):
         guidance: float,
         latents: LatentShape,
     ) -> Tensor:
-        batch, dtype = len(x), conditioning["text"].dtype
-        sides = [conditioning]
-        if self.passes(guidance) == 2:
-            sides.append(conditioning.opposite)
-        text, mask = (
-            torch.stack([side[name] for side in sides]).repeat_interleave(batch, dim=0)
-            for name in ("text", "mask")
-        )
-        velocity: Tensor = transformer(
-            hidden_states=x.to(dtype).repeat(len(sides), 1, 1),
-            # Rounded where the pipeline rounds it.
-            timestep=((sigma * 1000).to(dtype) / 1000).repeat(len(sides)),
-            encoder_hidden_states=text,
-            encoder_hidden_states_mask=mask != 0,
-            img_shapes=[[(1, latents.height, latents.width)]] * len(text),
-            return_dict=False,
-        )[0].float()
-        if len(sides) == 1:
-            return velocity
-        positive, negative = velocity.chunk(2)
+        positive = self._predicted(transformer, x, sigma, conditioning, latents)
+        if self.passes(guidance) == 1:
+            return positive
+        negative = self._predicted(transformer, x, sigma, conditioning.opposite, latents)
         guided = self.guided(positive, negative, guidance)
         return guided * (positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+    @staticmethod
+    def _predicted(
+        transformer: Any, x: Tensor, sigma: Tensor, side: Conditioning, latents: LatentShape
+    ) -> Tensor:
+        text = side["text"]
+        # In embeddings of before texts had their own lengths.
+        if (mask := side.tensors.get("mask")) is not None:
+            text = text[mask != 0]
+        velocity: Tensor = transformer(
+            hidden_states=x.to(text.dtype),
+            # Rounded where the pipeline rounds it.
+            timestep=(sigma * 1000).to(text.dtype) / 1000,
+            encoder_hidden_states=text.expand(len(x), -1, -1),
+            img_shapes=[[(1, latents.height, latents.width)]] * len(x),
+            return_dict=False,
+        )[0]
+        return velocity.float()
 
     def decode(self, vae: Any, x: Tensor, latents: LatentShape) -> Tensor:
         mean, deviation = (
@@ -109,6 +108,12 @@ class QwenImage(Family):
 
     def is_modulation(self, name: str) -> bool:
         return name in ("img_mod.1", "txt_mod.1")
+
+    def fuse(self, transformer: Any) -> None:
+        # Needs Triton, which comes with PyTorch only where it is built for cards.
+        from g2rpo_ray.models.qwen_image.fused import fuse
+
+        fuse(transformer)
 
     @property
     def vae_channels(self) -> int:

@@ -48,6 +48,7 @@ class Sd3(Family):
         "joint_blocks.{}.context_block.mlp.fc2": ("transformer_blocks.{}.ff_context.net.2",),
     }
     in_sd_scripts = True
+    recordable = True
     token_side = 1
     published: ClassVar = read_published(__file__)
 
@@ -117,3 +118,9 @@ class Sd3(Family):
 
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")
+
+    def fuse(self, transformer: Any) -> None:
+        # Needs Triton, which comes with PyTorch only where it is built for cards.
+        from g2rpo_ray.models.sd3.fused import fuse
+
+        fuse(transformer)

@@ -1,4 +1,4 @@
-"""Qwen-Image: padding that changes nothing, guidance of the conditional pass's length."""
+"""Qwen-Image: texts of their own length, guidance of the conditional pass's length."""
 
 import json
 import shutil
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from g2rpo_ray.config import ModelSection
 from g2rpo_ray.models.family import ModelFolderError
@@ -18,34 +19,22 @@ from tests.models.families.folders import family_config, tiny_folder
 from tests.tiny import encode
 
 
-def test_padding_changes_nothing_but_rounding() -> None:
-    velocities = []
-    for length in (10, 40):
-        config = family_config("qwen_image", f"prompts.max_sequence_length={length}")
-        # Of six tokens, so that both lengths pad; with the template's end, of eleven.
-        (prompt,) = encode(config, ["a red circle"])
-        assert prompt.embeds["text"].shape[0] == length
-        policy = load_policy(config)
-        x = torch.randn(3, *policy.shape.packed, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            velocities.append(policy(x, torch.tensor([1.0, 0.5, 0.1]), prompt.embeds))
-    assert 0 < prompt.embeds["mask"].sum() < 40
-    torch.testing.assert_close(velocities[1], velocities[0], rtol=1e-5, atol=1e-5)
-
-
-def test_what_stands_behind_a_text_is_not_seen() -> None:
+def test_texts_have_their_own_length_and_older_ones_the_same_velocity() -> None:
     config = family_config("qwen_image", "prompts.max_sequence_length=40")
-    (prompt,) = encode(config)[:1]
+    (prompt,) = encode(config, ["a red circle"])
+    text = prompt.embeds["text"]
+    # Of six tokens; with the template's end, of eleven.
+    assert text.shape[0] < 40
+    padded = pad(text, (0, 0, 0, 40 - len(text)), value=9.0)
+    mask = pad(torch.ones_like(text[:, 0]), (0, 40 - len(text)))
+    older = replace(prompt.embeds, tensors={"text": padded, "mask": mask})
     policy = load_policy(config)
-    x = torch.randn(2, *policy.shape.packed, generator=torch.Generator().manual_seed(0))
-    text, mask = prompt.embeds["text"], prompt.embeds["mask"]
-    assert 0 < mask.sum() < 40
-    noisy = replace(
-        prompt.embeds, tensors={"text": torch.where(mask[:, None] != 0, text, 9.0), "mask": mask}
-    )
+    x = torch.randn(3, *policy.shape.packed, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        plain, changed = (policy(x, torch.full((2,), 0.5), e) for e in (prompt.embeds, noisy))
-    assert torch.equal(plain, changed)
+        own, before = (
+            policy(x, torch.tensor([1.0, 0.5, 0.1]), embeds) for embeds in (prompt.embeds, older)
+        )
+    assert torch.equal(own, before)
 
 
 def test_a_guided_velocity_is_as_long_as_the_conditional_one() -> None:
