@@ -29,6 +29,7 @@ from g2rpo_ray.models.saving import ADAPTER_FILE
 from g2rpo_ray.prompts.encoder import ShardEncoder
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run.scores import save_heldout
+from g2rpo_ray.tiny_world import assets_dir
 from g2rpo_ray.tracking.metrics import MetricsLog, read_metrics
 from g2rpo_ray.tracking.report.page import write_report
 from tests.disks import FILLER, fill, left, make_read_only, small_disk
@@ -200,9 +201,16 @@ def test_embed_cannot_begin(
     assert not left(disk)
 
 
-def test_train_asks_for_room_first(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = disk / "run"
-    message = failure_of(capsys, "train", QUICKSTART, f"run_dir={run_dir}", "model.lora=null")
+def test_train_asks_for_room_first(
+    disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, heldout = disk / "run", tmp_path / "heldout.txt"
+    # Without embeddings beside it.
+    heldout.write_bytes((assets_dir() / "prompts" / "heldout.txt").read_bytes())
+    message = failure_of(
+        capsys, "train", QUICKSTART, f"run_dir={run_dir}", "model.lora=null",
+        f"prompts.heldout={heldout}",
+    )  # fmt: skip
     what = "a checkpoint with embeddings of 128 held-out prompts"
     assert f"{run_dir}: {what} takes" in message
     assert not run_dir.exists()
