@@ -156,24 +156,27 @@ class Rehearsal:
     def walk(self, stages: list[Stage], limit_s: float) -> bool:
         """Those that there is time for; whether all were begun, and ended as they are to."""
         until_s = time.monotonic() + limit_s
-        beside: dict[str | None, Future[bool]] = {}
-        good = True
+        beside: dict[str | None, Future[bool | None]] = {}
+        ended: list[bool | None] = []
         with ThreadPoolExecutor(1) as second:
             for stage in stages:
+                if stage.reads in beside:
+                    ended.append(beside.pop(stage.reads).result())
+                if None in ended:
+                    # What follows may need less time, but also what was not begun.
+                    break
                 if stage.beside:
                     beside[stage.makes] = second.submit(self.take, stage, until_s)
-                    continue
-                if stage.reads in beside:
-                    good &= beside.pop(stage.reads).result()
-                good &= self.take(stage, until_s)
-            return good and all([each.result() for each in beside.values()])
+                else:
+                    ended.append(self.take(stage, until_s))
+            return all([*ended, *(each.result() for each in beside.values())])
 
-    def take(self, stage: Stage, until_s: float) -> bool:
-        """The stage, and a note of it, if there is time; whether it was good."""
+    def take(self, stage: Stage, until_s: float) -> bool | None:
+        """The stage, and a note of it; whether it was good, or None where there is no time."""
         left_s = until_s - time.monotonic()
         if left_s < (10 if self.tiny else stage.needs_s):
             print(f"{stage.name}: not begun, {left_s:.0f} s are left; the same call goes on")
-            return False
+            return None
         # Two cores, and others beside it: no limit for the tiny world is as fair as a card's.
         found = self.stage(stage, min(left_s, (5 if self.tiny else 2) * stage.needs_s))
         with self.lock:

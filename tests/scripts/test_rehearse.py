@@ -112,7 +112,14 @@ def test_a_signal_is_sent_after_so_many_new_checkpoints(
 
 def test_what_has_no_time_left_is_not_begun(rehearse: ModuleType, tmp_path: Path) -> None:
     rehearsal = rehearse.Rehearsal(tmp_path, tmp_path / "found.json", False, ["x=1"])
-    assert not rehearsal.walk([rehearse.Stage("one", [], 30.0)], 20.0)
+    # Nor what follows, though it needs less: it reads what the first would have left.
+    export = rehearse.Stage("export", [], 1.0, makes="exports/form", beside=True)
+    stages = [rehearse.Stage("one", [], 30.0), export, rehearse.Stage("two", [], 1.0)]
+    assert not rehearsal.walk(stages, 20.0)
+    assert not rehearsal.content["stages"]
+    export = rehearse.Stage("export", [], 30.0, makes="exports/form", beside=True)
+    load = rehearse.Stage("load", [], 1.0, reads="exports/form")
+    assert not rehearsal.walk([export, load], 20.0)
     assert not rehearsal.content["stages"]
 
 
