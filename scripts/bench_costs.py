@@ -202,7 +202,6 @@ class Bench:
         yield "optimizer", Rate(amount=weights.numel(), seconds=seconds, note=note)
 
     @torch.no_grad()
-    @torch.no_grad()
     def widening(self) -> Iterator[Found]:
         """What products with weights in 8 bits take longer."""
         side = self.matrix_side
@@ -216,6 +215,7 @@ class Bench:
         )
         yield "widening", Rate(amount=layers * side**2, seconds=seconds - wide_s)
 
+    @torch.no_grad()
     def transfer(self) -> Iterator[Found]:
         """Weights from the learner's device through Ray's serialisation to another model's."""
         source = dict(trainable_parameters(self.policy().requires_grad_(True)))

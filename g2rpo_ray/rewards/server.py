@@ -278,9 +278,10 @@ def wait_for_servers(
             logger.warning("reward %r was lost while it started; once more: %s", name, reason)
             _deploy({name: apps[name]}, rewards)
             tries[name] += 1
+        placed = Counter() if loaded else _replicas()
         waiting = [
             name for name, s in status.items()
-            if s.status != "RUNNING" and (loaded or not _has_room(apps[name], rewards[name]))
+            if s.status != "RUNNING" and placed[apps[name]] < rewards[name].min_replicas
         ]  # fmt: skip
         if not waiting:
             return
@@ -293,10 +294,12 @@ def wait_for_servers(
         time.sleep(0.2)
 
 
-def _has_room(app: str, reward: RewardSection) -> bool:
-    replicas = f"SERVE_REPLICA::{app}#"
-    living = [it["Name"] for it in ray._private.state.actors().values() if it["State"] == "ALIVE"]
-    return sum(name.startswith(replicas) for name in living) >= reward.min_replicas
+def _replicas() -> Counter[str]:
+    """How many processes each application of Serve has."""
+    actors = ray._private.state.actors().values()
+    names = [actor["Name"] for actor in actors if actor["State"] == "ALIVE"]
+    start = "SERVE_REPLICA::"
+    return Counter(n.removeprefix(start).partition("#")[0] for n in names if n.startswith(start))
 
 
 def _reason(app_status: ApplicationStatusOverview) -> str:

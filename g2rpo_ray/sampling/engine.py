@@ -114,10 +114,10 @@ class RolloutEngine:
 
     def weights_changed(self) -> None:
         """To be called when the policy's weights are others than before."""
-        for evaluate in self._evaluators:
-            evaluate.weights_changed()
         if self._twin is not None:
             self._twin.refresh()
+        for evaluate in self._evaluators:
+            evaluate.weights_changed()
 
     def _choose_batch(self) -> None:
         """Where it is ``auto``, by the code that the run will compute with."""

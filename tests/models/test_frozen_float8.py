@@ -1,9 +1,6 @@
 """A frozen base in 8 bits is one function, wherever and however it is computed."""
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,8 @@ from g2rpo_ray.models.kernels import compile_blocks
 from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.models.sharing import lend
 from g2rpo_ray.models.weights import trainable_parameters
-from tests.integration.command import ROOT, python_path
 from tests.models.families.folders import TINY, family_config
+from tests.models.interpreted import interpreted
 from tests.tiny import encode, equal_weights, tiny_config
 
 EIGHT = ("model.lora.rank=2", "model.frozen_dtype=float8")
@@ -76,15 +73,8 @@ def unlike_widened(device: str) -> list[int]:
 
 def test_the_cards_kernel_widens_to_the_same_bits() -> None:
     pytest.importorskip("triton", reason="PyTorch for CPUs alone comes without Triton")
-    # Triton decides when it is imported whether it interprets.
     code = "from tests.models.test_frozen_float8 import unlike_widened as f; print(f('cpu'))"
-    answer = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": python_path()},
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.splitlines()[-1] == "[0, 0]"
+    assert interpreted(code, timeout_s=300) == [0, 0]
 
 
 @pytest.mark.gpu

@@ -1,11 +1,5 @@
 """The rollout's own kernels against diffusers' blocks: by Triton's interpreter, and on a card."""
 
-import json
-import os
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
@@ -15,7 +9,7 @@ pytest.importorskip("triton", reason="PyTorch for CPUs alone comes without Trito
 
 from g2rpo_ray.models.flux1.fused import FusedAttnProcessor
 from g2rpo_ray.models.fused import gelu
-from tests.integration.command import ROOT, python_path
+from tests.models.interpreted import interpreted
 
 
 def differences(
@@ -101,17 +95,6 @@ def error(name, *targets):
 whole = [error(name) for name in ("flux1_dev", "sd3", "qwen_image")]
 print(json.dumps([*whole, error("sd3", "attn.to_q", "attn.to_k", "attn.add_k_proj")]))
 """
-
-
-def interpreted(code: str) -> Any:
-    """What ``code`` prints last. Triton decides when it is imported whether it interprets."""
-    answer = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": python_path()},
-        cwd=ROOT, capture_output=True, text=True, timeout=480,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stderr
-    return json.loads(answer.stdout.splitlines()[-1])
 
 
 def test_compiled_networks_are_those_of_diffusers() -> None:

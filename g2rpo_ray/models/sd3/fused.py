@@ -28,7 +28,7 @@ class FusedAttnProcessor(JointAttnProcessor2_0):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() or attention_mask is not None:
             answer: Tensor | tuple[Tensor, Tensor] = super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, *args, **kwargs
             )
