@@ -309,6 +309,9 @@ class Watch:
         if self.card and time.monotonic() - self.asked_s > 2:
             self.asked_s = time.monotonic()
             ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+            # nvidia-smi shows all cards of the machine, also those of others.
+            if cards := os.environ.get("CUDA_VISIBLE_DEVICES"):
+                ask += ["--id", cards]
             answer = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
             mib = [int(line) for line in answer.split() if line.isdigit()]
             self.card_gib = max(self.card_gib or 0, round(max(mib, default=0) / 2**10, 2))
