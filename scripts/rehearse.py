@@ -40,6 +40,8 @@ MARK = "G2RPO_REHEARSAL"
 """In the environment of all that a stage starts, so that what outlives it is found."""
 LEAVING_S = 30.0
 """For what a stage had started to go."""
+COMPILER = "torch/_inductor/compile_worker"
+"""PyTorch's own helpers look once a minute whether their parent is there, and go then."""
 KILLED_AFTER, STOPPED_AFTER = 2, 1
 """Iterations that a life of the run makes before SIGKILL, and before SIGTERM."""
 RUN = "runs/mine"
@@ -243,25 +245,28 @@ class Rehearsal:
         return given | ({"CUDA_VISIBLE_DEVICES": ""} if self.tiny else {})
 
     def leftover(self, stage: Stage, wait_s: float) -> list[str]:
-        """Processes that are still there after ``wait_s``; they are ended."""
+        """Processes that are still there after ``wait_s``; they are ended, the compiler's too."""
         deadline_s = time.monotonic() + wait_s
         while (left := self.marked(stage)) and time.monotonic() < deadline_s:
             time.sleep(0.2)
-        names = []
-        for process in left:
+        names = [f"{process.pid} {command[:80]}" for process, command in left.items()]
+        ended = [*left, *self.marked(stage, compiler=True)]
+        for process in ended:
             with suppress(psutil.NoSuchProcess):
-                names.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
                 process.kill()
-        psutil.wait_procs(left, timeout=10)
+        psutil.wait_procs(ended, timeout=10)
         return names
 
-    def marked(self, stage: Stage) -> list[psutil.Process]:
-        found = []
+    def marked(self, stage: Stage, compiler: bool = False) -> dict[psutil.Process, str]:
+        """Processes that the stage has started, or those of the compiler; with their commands."""
+        found = {}
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 ended = process.status() == psutil.STATUS_ZOMBIE
-                if not ended and process.environ().get(MARK) == self.mark(stage):
-                    found.append(process)
+                command = " ".join(process.cmdline())
+                mine = not ended and process.environ().get(MARK) == self.mark(stage)
+                if mine and (COMPILER in command) == compiler:
+                    found[process] = command
         return found
 
     def compare(self) -> list[dict[str, Any]]:

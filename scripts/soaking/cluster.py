@@ -1,6 +1,7 @@
 """A run and its cluster as others see them: two raylets, ``g2rpo train``, what is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def clean_nodes(
     _, alive = psutil.wait_procs(children, timeout=120)
     leaks["processes_after_shutdown"] = [str(process) for process in alive]
     new = shared_memory() - before
-    leaks["shared_memory"] = sorted(new - held_by_living(new))
+    leaks["shared_memory"] = sorted(new - held_by_living(new) - made_with_a_card(new))
 
 
 def left_at_last(nodes: Nodes, address: str) -> dict[str, list[str]]:
@@ -191,6 +192,13 @@ def left_behind(nodes: Nodes, address: str) -> dict[str, list[str]]:
 
 def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def made_with_a_card(names: set[str]) -> set[str]:
+    """Those of processes that used CUDA, whose driver leaves a file with their id: none of ours."""
+    found = re.findall(r"^cuda\.shm\.\w+\.(\w+)\.", "\n".join(names), re.MULTILINE)
+    starts = ("cuda.shm.", *(f"torch_{int(process, 16)}_" for process in found))
+    return {name for name in names if name.startswith(starts)}
 
 
 def held_by_living(names: set[str]) -> set[str]:

@@ -25,8 +25,9 @@ def made_in(kept: Path) -> set[Path]:
 
 
 def equal(first: Conditioning, second: Conditioning) -> bool:
+    """To rounding: those that ship with the tiny world were made on another processor."""
     return first.tensors.keys() == second.tensors.keys() and all(
-        torch.equal(first[name], second[name]) for name in second.tensors
+        torch.allclose(first[name], second[name], rtol=1e-4, atol=1e-5) for name in second.tensors
     )
 
 

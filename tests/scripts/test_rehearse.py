@@ -87,7 +87,18 @@ def test_what_outlives_a_stage_is_named_and_ended(rehearse: ModuleType, tmp_path
     assert not found["good"]
     assert "time.sleep(77)" in found["processes_left"][0]
     stage = rehearse.Stage("one", [], 1.0)
-    assert rehearse.Rehearsal(tmp_path, tmp_path, True, []).marked(stage) == []
+    assert not rehearse.Rehearsal(tmp_path, tmp_path, True, []).marked(stage)
+
+
+def test_the_compilers_helpers_are_ended_and_do_not_count(
+    rehearse: ModuleType, tmp_path: Path
+) -> None:
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', {!r}, {!r}], "
+    child = child.format("import time; time.sleep(77)", f"{rehearse.COMPILER}/__main__.py")
+    found = walked(rehearse, tmp_path, child + "start_new_session=True)")
+    assert found["good"]
+    stage = rehearse.Stage("one", [], 1.0)
+    assert not rehearse.Rehearsal(tmp_path, tmp_path, True, []).marked(stage, compiler=True)
 
 
 def test_a_stage_is_ended_at_its_limit(rehearse: ModuleType, tmp_path: Path) -> None:

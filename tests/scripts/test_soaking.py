@@ -15,6 +15,7 @@ from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rollout.actor import RolloutActor
 from soaking import judge as judge_module
+from soaking.cluster import made_with_a_card
 from soaking.judge import RANGE, WRONG_ASKS, Judge, judging
 from soaking.watch import growth, role_of
 from soaking.week import MOODS, Ledger, Plan, grew
@@ -108,6 +109,12 @@ def test_a_role_is_known_by_its_title() -> None:
         assert role_of(f"ray::{kind.__name__}.work") == role
     assert role_of("/somewhere/ray/core/src/ray/raylet/raylet") == "raylet"
     assert role_of("python") == "other"
+
+
+def test_segments_of_other_programs_on_a_card_are_not_the_soaks() -> None:
+    others = {"cuda.shm.0.79d5.1", "torch_31189_2824077458_0"}
+    ours = {"torch_3118_1_0", "torch_311890_1_0", "plasma"}
+    assert made_with_a_card(others | ours) == others
 
 
 def test_a_ledger_goes_on_where_it_was_left(tmp_path: Path) -> None:
