@@ -11,6 +11,8 @@ from g2rpo_ray.prompts.formats import JSON_SUFFIXES, TABLE_SUFFIXES, PromptFileE
 
 MANIFEST = "manifest.json"
 """What a folder of embeddings is known by."""
+UNFINISHED = "plan.json"
+"""In one that is not whole: what it is to hold."""
 PROMPTS_FILE = "prompts.parquet"
 """The texts of a folder of embeddings."""
 METADATA = "metadata"
@@ -92,6 +94,11 @@ def _entries(path: Path, key: str | int) -> Iterator[tuple[str, PromptText]]:
 
 def _dataset_files(folder: Path) -> list[Path]:
     """Data files of a Hugging Face dataset's folder, in order."""
+    if (folder / UNFINISHED).is_file() and not (folder / MANIFEST).is_file():
+        raise PromptFileError(
+            f"{folder}: embeddings that were not finished ({UNFINISHED}, no {MANIFEST}); the same "
+            "g2rpo embed command goes on where it stopped"
+        )
     splits = folder / "dataset_dict.json"
     if splits.is_file():
         names = read_json_object(splits, PromptFileError).get("splits", [])

@@ -35,11 +35,11 @@ from g2rpo_ray.prompts.embeddings import (
     write_manifest,
 )
 from g2rpo_ray.prompts.encoder import ShardEncoder
-from g2rpo_ray.prompts.reading import MANIFEST, METADATA, PROMPTS_FILE, read_prompts
+from g2rpo_ray.prompts.reading import MANIFEST, METADATA, PROMPTS_FILE, UNFINISHED, read_prompts
 from g2rpo_ray.prompts.selection import Selection, select
 
-PLAN, FINISHED = "plan.json", "finished.jsonl"
-"""What an unfinished folder is to hold, and which of its shards are whole."""
+FINISHED = "finished.jsonl"
+"""Which shards of an unfinished folder are whole."""
 
 
 class EmbedError(InputError):
@@ -114,7 +114,7 @@ def embed(
         negative_checksum=files[0].get("negative_checksum") if files else None,
     )
     write_manifest(folder, manifest)
-    for name in (PLAN, FINISHED):
+    for name in (UNFINISHED, FINISHED):
         (folder / name).unlink(missing_ok=True)
     return manifest
 
@@ -208,7 +208,7 @@ def _plan(
 
 def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Finished shards of a folder by number."""
-    path = folder / PLAN
+    path = folder / UNFINISHED
     try:
         with writing(folder, EmbedError):
             folder.mkdir(parents=True, exist_ok=True)

@@ -178,6 +178,12 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
     assert "no state.json (datasets' save_to_disk)" in error_of(tmp_path)
 
 
+def test_embeddings_that_were_not_finished_are_no_dataset(tmp_path: Path) -> None:
+    parquet(tmp_path / "prompts.parquet", ["a"])
+    (tmp_path / "plan.json").write_text('{"dtype": "bfloat16"}')
+    assert "the same g2rpo embed command goes on" in error_of(tmp_path)
+
+
 def test_any_length_where_a_selection_leaves_long_ones_out(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", {"prompt": "x" * 10_000})
     assert len(read_prompts(path, None)[0]) == 10_000
