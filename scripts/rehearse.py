@@ -4,7 +4,7 @@
     python scripts/rehearse.py --work /tmp/rehearsal --json rehearsal.json --tiny          # CPU
 
 Stages follow each other, each a command under its own limit: its seconds, its exit code, what it
-left on the disk, processes that outlived it. Exports need no card and go beside what follows them.
+left on the disk, processes that outlived it. Plans and exports go beside what follows them.
 The file is written after every stage. The same call again goes on with the stages that have no good
 result yet (or does those of ``--stages``), so that a rehearsal can be cut into several. A recipe is
 walked with few prompts and members (``settings.yaml``: rehearse).
@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,9 +66,11 @@ class Stage:
     makes: str | None = None
     """Folder that must not be there when it begins once more."""
     reads: str | None = None
-    """Folder that an earlier one makes; it is not needed any more after this one."""
+    """Folder that an earlier one makes; it goes when this one was good."""
     beside: bool = False
-    """It goes on beside those that follow, until one reads what it makes."""
+    """It goes on beside those that follow, after those beside that are before it."""
+    alone: bool = False
+    """It waits for those beside, whose files it would meet."""
 
 
 def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
@@ -93,13 +95,13 @@ def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
              "--workers", "1", "--gpus-per-worker", gpus, *settings],
             60, makes=embedded,
         ),
-        Stage("plan", [*CLI, "plan", *train, *plan], 20),
-        Stage("dry-run", [*CLI, "train", *train, "--dry-run"], 20),
+        Stage("plan", [*CLI, "plan", *train, *plan], 20, beside=True),
+        Stage("dry-run", [*CLI, "train", *train, "--dry-run"], 20, beside=True),
         # What it warns of is this machine's.
         Stage("doctor", [*CLI, "doctor", *train], 45, exits=(0, 1)),
         Stage(
             "train", [*CLI, "train", *train, "learner.learning_rate=1e-5"],
-            220, (-signal.SIGKILL,), signal.SIGKILL, KILLED_AFTER, makes=RUN,
+            220, (-signal.SIGKILL,), signal.SIGKILL, KILLED_AFTER, makes=RUN, alone=True,
         ),
         Stage(
             "resume", [*CLI, "train", f"{RUN}/config.yaml", "--resume", "auto"],
@@ -107,10 +109,16 @@ def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
         ),
     ]  # fmt: skip
     for form, flags in forms.items():
-        export = [*CLI, "export", RUN, "--to", f"{EXPORTS}/{form}", *flags]
+        folder = f"{EXPORTS}/{form}"
+        export = [*CLI, "export", RUN, "--to", folder, *flags]
+        loading = ["-c", f"import rehearse; rehearse.load({folder!r})"]
         needs_s = 40 if form == "adapter" else 90
-        found.append(Stage(form, export, needs_s, makes=f"{EXPORTS}/{form}", beside=True))
-    found += [
+        found += [
+            Stage(form, export, needs_s, makes=folder, beside=True),
+            Stage(f"load-{form}", loading, 60, reads=folder, beside=True),
+        ]
+    return [
+        *found,
         Stage("evaluate", [*CLI, "evaluate", RUN, "--steps", "10,20,28"], 130),
         Stage(
             "sample",
@@ -118,11 +126,6 @@ def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
         ),
         Stage("quickstart", [*CLI, "train", *quickstart], 90, makes="runs/quickstart"),
     ]  # fmt: skip
-    for form in forms:
-        folder = f"{EXPORTS}/{form}"
-        loading = ["-c", f"import rehearse; rehearse.load({folder!r})"]
-        found.append(Stage(f"load-{form}", loading, 60, reads=folder))
-    return found
 
 
 def load(folder: str) -> None:
@@ -158,20 +161,28 @@ class Rehearsal:
     def walk(self, stages: list[Stage], limit_s: float) -> bool:
         """Those that there is time for; whether all were begun, and ended as they are to."""
         until_s = time.monotonic() + limit_s
-        beside: dict[str | None, Future[bool | None]] = {}
         ended: list[bool | None] = []
+        aside: list[bool | None] = []
+        begun: list[Future[None]] = []
         with ThreadPoolExecutor(1) as second:
+
+            def go(stage: Stage, lane: list[bool | None]) -> None:
+                # What follows one for which there was no time may need less, but also that one.
+                if None not in lane:
+                    lane.append(self.take(stage, until_s))
+
             for stage in stages:
-                if stage.reads in beside:
-                    ended.append(beside.pop(stage.reads).result())
                 if None in ended:
-                    # What follows may need less time, but also what was not begun.
                     break
                 if stage.beside:
-                    beside[stage.makes] = second.submit(self.take, stage, until_s)
-                else:
-                    ended.append(self.take(stage, until_s))
-            return all([*ended, *(each.result() for each in beside.values())])
+                    begun.append(second.submit(go, stage, aside))
+                    continue
+                if stage.alone:
+                    wait(begun)
+                go(stage, ended)
+        for each in begun:
+            each.result()
+        return all([*ended, *aside])
 
     def take(self, stage: Stage, until_s: float) -> bool | None:
         """The stage, and a note of it; whether it was good, or None where there is no time."""
@@ -229,7 +240,7 @@ class Rehearsal:
 
     def files(self, stage: Stage) -> dict[str, tuple[int, int]]:
         """Those that are this stage's to write: of exports, or all others."""
-        exports = stage.beside or stage.reads is not None
+        exports = (stage.makes or stage.reads or "").startswith(f"{EXPORTS}/")
         found = files_in(self.work)
         return {k: v for k, v in found.items() if k.startswith(f"{EXPORTS}/") == exports}
 

@@ -101,7 +101,8 @@ def _first_of(words: list[str]) -> Iterator[str]:
         if dropped:
             dropped = not word.endswith("]")
             continue
-        optional = word.startswith("[") or word.endswith("]")
+        # [--option VALUE], not key=[1,2]
+        optional = word.startswith("[") or (word.endswith("]") and "[" not in word)
         word = word.strip("[]").split("|")[0] if optional or "|" in word else word
         yield "1" if word == "N" else word
 

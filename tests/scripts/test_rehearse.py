@@ -49,10 +49,11 @@ def test_every_recipe_has_its_path(
     options, config = parse(rehearse, tmp_path, "--recipe", str(recipe), *tiny, "seed=3")
     stages = rehearse.stages_of(options, config)
     names = [stage.name for stage in stages]
-    exports = ["adapter", "merged"] if config.model.lora else ["full"]
+    forms = ["adapter", "merged"] if config.model.lora else ["full"]
+    exports = [name for form in forms for name in (form, f"load-{form}")]
     assert names == [
         "build", "download", "embed", "plan", "dry-run", "doctor", "train", "resume", *exports,
-        "evaluate", "sample", "quickstart", *(f"load-{name}" for name in exports),
+        "evaluate", "sample", "quickstart",
     ]  # fmt: skip
     assert (config.seed, config.sampling.members) == (3, 4)
 
@@ -129,12 +130,12 @@ def test_what_has_no_time_left_is_not_begun(rehearse: ModuleType, tmp_path: Path
     assert not rehearsal.walk(stages, 20.0)
     assert not rehearsal.content["stages"]
     export = rehearse.Stage("export", [], 30.0, makes="exports/form", beside=True)
-    load = rehearse.Stage("load", [], 1.0, reads="exports/form")
+    load = rehearse.Stage("load", [], 1.0, reads="exports/form", beside=True)
     assert not rehearsal.walk([export, load], 20.0)
     assert not rehearsal.content["stages"]
 
 
-def test_exports_go_beside_what_follows_until_they_are_read(
+def test_exports_and_who_reads_them_go_beside_what_follows(
     rehearse: ModuleType, tmp_path: Path
 ) -> None:
     (tmp_path / "logs").mkdir()
@@ -146,12 +147,16 @@ def test_exports_go_beside_what_follows_until_they_are_read(
     asks = rehearse.Stage("evaluate", ["-c", "open('asked', 'w')"], 60.0)
     reads = rehearse.Stage(
         "load", ["-c", "open('exports/form/x'); open('exports/form.png', 'w')"], 60.0,
-        reads="exports/form",
+        reads="exports/form", beside=True,
     )  # fmt: skip
+    last = rehearse.Stage("train", ["-c", "open('exports/form.png')"], 60.0, alone=True)
     rehearsal = rehearse.Rehearsal(tmp_path, tmp_path / "found.json", True, ["x=1"])
-    assert rehearsal.walk([export, asks, reads], 600.0)
+    assert rehearsal.walk([export, reads, asks, last], 600.0)
     left = {name: list(stage["left"]) for name, stage in rehearsal.content["stages"].items()}
-    assert left == {"evaluate": ["."], "export": ["exports/form"], "load": ["exports"]}
+    assert list(left) == ["evaluate", "export", "load", "train"]
+    assert left | {"train": []} == {
+        "evaluate": ["."], "export": ["exports/form"], "load": ["exports"], "train": [],
+    }  # fmt: skip
     assert not (tmp_path / "exports/form").exists()
 
 
