@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 import measuring
-from g2rpo_ray.models.flash3 import flash3
+from g2rpo_ray.models.attention import flash3
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Kernels = Callable[[], AbstractContextManager[Any]]
