@@ -64,9 +64,9 @@ class RolloutSection(Section):
     none: ``TORCHINDUCTOR_CACHE_DIR`` if that is set, else ``~/.cache/g2rpo_ray/compiled`` of each
     node (``XDG_CACHE_HOME``), or a temporary one of PyTorch's where that cannot be written."""
     attention: str | None = None
-    """``cudnn``, ``flash``, ``efficient`` or ``math`` of PyTorch's SDPA; ``flash3`` on a Hopper card
-    (g2rpo-ray[flash3]), with cuDNN for masks and where cuDNN is faster; or a backend of diffusers
-    (``sage``, ``_flash_3``, ...); none: cudnn on a GPU."""
+    """``cudnn``, ``flash``, ``efficient`` or ``math`` of PyTorch's SDPA; ``flash3`` on an H100 or
+    H200 (needs g2rpo-ray[flash3]), with cuDNN for masks and where that is faster; or a backend of
+    diffusers (``sage``, ``_flash_3``, ...); none: cudnn on a GPU."""
     speed: Literal["exact", "balanced", "fast"] | None = None
     """A measured way to compute completions, which estimate a reward: it sets ``fp8``,
     ``fp8_above_sigma`` and ``thin_completions``; none leaves these to you. Against the published

@@ -133,14 +133,11 @@ def _attention(
     small_in_full_tiles = query.shape[3] == 64 and query.shape[1] % 128 == 0
     if plain and not small_in_full_tiles:
         return flash3(query, key, value)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
+        q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         enable_gqa=enable_gqa,
-    )
+    )  # fmt: skip
     return out.transpose(1, 2)
 
 

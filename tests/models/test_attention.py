@@ -10,7 +10,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from g2rpo_ray.models.attention import (
     AttentionBackendError,
@@ -21,6 +23,7 @@ from g2rpo_ray.models.attention import (
     route_to_flash3,
 )
 from g2rpo_ray.models.policy import Policy, load_policy
+from g2rpo_ray.training.session import open_session
 from tests.flash3 import TAKEN, flash3_package  # noqa: F401
 from tests.models.families.folders import family_config
 from tests.models.interpreted import interpreted
@@ -39,9 +42,8 @@ def heads(batch: int, tokens: int, count: int, size: int) -> list[Tensor]:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """In float32, heads behind tokens."""
-    parts = (x.float().transpose(1, 2) for x in (q, k, v))
-    answer = nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask)
-    return answer.transpose(1, 2)
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 
 @pytest.mark.usefixtures("flash3_package")
@@ -102,6 +104,7 @@ FUSED = """
 import json, torch
 from g2rpo_ray.models.attention import route_to_flash3
 from g2rpo_ray.models.policy import load_policy
+from g2rpo_ray.training.session import open_session
 from tests.flash3 import TAKEN
 from tests.models.families.folders import family_config
 from tests.tiny import encode
@@ -143,14 +146,12 @@ def test_so_do_those_of_the_rollouts_own_kernels() -> None:
         assert 0 <= error < 0.03
 
 
-def test_heads_of_another_size_are_named() -> None:
-    block = nn.Module()
-    block.processor, block.inner_dim, block.heads = SimpleNamespace(), 24, 2  # type: ignore[assignment]
-    with pytest.raises(AttentionBackendError, match=r"attn of the transformer has heads of 12 .*8"):
-        route_to_flash3(nn.ModuleDict({"attn": block}))
-    block.inner_dim = 528  # type: ignore[assignment]
-    with pytest.raises(AttentionBackendError, match=r"heads of 264 .*up to 256"):
-        route_to_flash3(nn.ModuleDict({"attn": block}))
+@pytest.mark.parametrize("size", [12, 264])
+def test_heads_of_another_size_are_named(size: int) -> None:
+    attention = FluxAttention(query_dim=8, heads=2, dim_head=size, processor=FluxAttnProcessor())
+    said = rf"attn of the transformer has heads of {size} .*multiples of 8 up to 256"
+    with pytest.raises(AttentionBackendError, match=said):
+        route_to_flash3(nn.ModuleDict({"attn": attention}))
 
 
 def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +174,8 @@ def test_a_package_that_is_missing_or_does_not_load(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(AttentionBackendError, match=r"fa3-fwd is not installed.*\[flash3\]"):
         check_attention(config)
+    with pytest.raises(AttentionBackendError, match="fa3-fwd"), open_session(config, "none"):
+        pytest.fail("it is no place to start from")
     check_attention(tiny_config(tmp_path, "rollout.attention=cudnn"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     with pytest.raises(AttentionBackendError, match=r"fa3_fwd_interface.*CUDA 13.*cudnn"):
@@ -217,10 +220,10 @@ def test_on_a_card_it_is_as_near_to_float32_as_cudnn(tokens: int, count: int, si
     q, k, v = (x.cuda() for x in heads(2, tokens, count, size))
     exact = sdpa(q, k, v)
     with nn.attention.sdpa_kernel(nn.attention.SDPBackend.CUDNN_ATTENTION):
-        parts = (x.transpose(1, 2) for x in (q, k, v))
-        cudnn = nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2)
+        q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))
+        cudnn = scaled_dot_product_attention(q_, k_, v_)
     ours = flash3(q, k, v)
-    errors = [float((x - exact).norm() / exact.norm()) for x in (ours, cudnn)]
+    errors = [float((x - exact).norm() / exact.norm()) for x in (ours, cudnn.transpose(1, 2))]
     print(f"errors of flash3 and cuDNN, relative to float32: {errors}")
     assert errors[0] < 1.1 * errors[1]
     # The same bits for a sample in whatever batch.
