@@ -11,6 +11,9 @@ from g2rpo_ray.common.section import Gpus, Section, check_deadlines
 AUTO_BATCH_SIZES = (16, 8, 4, 2, 1)
 """What ``batch_size: auto`` tries; above 16 nothing is gained at 720 x 720 on an H100."""
 
+FLASH3 = "flash3"
+"""``attention`` by FlashAttention-3, of the package fa3-fwd."""
+
 SPEEDS: Mapping[str, dict[str, Any]] = MappingProxyType(
     {
         "exact": {"fp8": False, "fp8_above_sigma": 0.0, "thin_completions": False},
@@ -61,8 +64,9 @@ class RolloutSection(Section):
     none: ``TORCHINDUCTOR_CACHE_DIR`` if that is set, else ``~/.cache/g2rpo_ray/compiled`` of each
     node (``XDG_CACHE_HOME``), or a temporary one of PyTorch's where that cannot be written."""
     attention: str | None = None
-    """``cudnn``, ``flash``, ``efficient`` or ``math`` of PyTorch's SDPA, or a backend of diffusers
-    (``sage``, ``_flash_3``, ...); none: cudnn on a GPU."""
+    """``cudnn``, ``flash``, ``efficient`` or ``math`` of PyTorch's SDPA; ``flash3`` on an H100 or
+    H200 (needs g2rpo-ray[flash3]), with cuDNN for masks and where that is faster; or a backend of
+    diffusers (``sage``, ``_flash_3``, ...); none: cudnn on a GPU."""
     speed: Literal["exact", "balanced", "fast"] | None = None
     """A measured way to compute completions, which estimate a reward: it sets ``fp8``,
     ``fp8_above_sigma`` and ``thin_completions``; none leaves these to you. Against the published
@@ -128,6 +132,12 @@ class RolloutSection(Section):
                 f"{self.most_workers} does not hold"
             )
         check_deadlines(self.min_deadline_s, self.timeout_s)
+        if self.attention == FLASH3 and (self.compile is False or not self.gpus_per_worker):
+            raise ValueError(
+                f"attention is {FLASH3}, for compiled code on Hopper cards, and compile is "
+                f"{str(self.compile).lower()} with gpus_per_worker {self.gpus_per_worker:g}: leave "
+                "attention out, or set compile: true and gpus_per_worker above 0"
+            )
         if self.fp8_above_sigma > 0 and not self.fp8:
             raise ValueError(
                 f"fp8_above_sigma is {self.fp8_above_sigma} and fp8 is false: nothing uses it; "

@@ -16,7 +16,7 @@ from g2rpo_ray.config.operation import (
     EvaluationSection,
     TrackingSection,
 )
-from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, RolloutSection
+from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES, FLASH3, RolloutSection
 from g2rpo_ray.config.sampling import (
     DanceGrpoSection,
     DiffusionNftSection,
@@ -142,6 +142,11 @@ class Config(Section):
             raise ValueError(
                 f"model.frozen_dtype is {self.model.frozen_dtype} and learner.zero_stage is 3, "
                 "which splits weights that are parameters alone; set zero_stage 1 or 2"
+            )
+        if self.rollout.attention == FLASH3 and self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"rollout.attention is {FLASH3} and model.dtype is {self.model.dtype}: it has code "
+                "for bfloat16 alone; set that, or leave rollout.attention out"
             )
         self._check_pipeline()
         self._check_transport()

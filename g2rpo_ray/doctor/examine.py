@@ -9,6 +9,7 @@ from g2rpo_ray.cluster.demand import ClusterError, has_autoscaler, living_nodes
 from g2rpo_ray.cluster.private import PrivateRayError, ray_folder
 from g2rpo_ray.config import Config
 from g2rpo_ray.config.operation import ClusterSection
+from g2rpo_ray.doctor.checks.attention import check_flash3
 from g2rpo_ray.doctor.checks.clock import check_clock
 from g2rpo_ray.doctor.checks.hardware import check_hardware
 from g2rpo_ray.doctor.checks.limits import check_limits
@@ -70,7 +71,11 @@ def _examine_cluster(
         lambda: check_services(dashboard_url, cluster.dashboard or not private),
     ]
     if config:
-        checks += [lambda: check_storage(config, probes), lambda: check_models(config, probes)]
+        checks += [
+            lambda: check_storage(config, probes),
+            lambda: check_models(config, probes),
+            lambda: check_flash3(config, nodes, facts, probes),
+        ]
     for check in checks:
         try:
             findings += check()

@@ -1,18 +1,14 @@
-"""How a network's kernels are chosen and compiled; its results change by rounding alone."""
+"""How networks are compiled; their results change by rounding alone."""
 
 import os
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
 
 import torch
 from torch import nn
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.models.policy import Policy
-
-SDPA_KERNELS = ("cudnn", "flash", "efficient", "math")
-
 
 CODES = 32
 """Most compiled codes of one kind of block where texts vary: of every place that it has in the
@@ -27,10 +23,6 @@ class CompileCacheError(InputError):
     """The folder for compiled code cannot be used."""
 
 
-class AttentionBackendError(InputError):
-    """The attention backend is unknown or not installed here."""
-
-
 def compile_errors() -> tuple[type[Exception], ...]:
     """What a compiled module raises when it is first called and cannot be compiled.
 
@@ -40,32 +32,6 @@ def compile_errors() -> tuple[type[Exception], ...]:
     from torch._inductor.exc import InductorError
 
     return TorchDynamoException, InductorError
-
-
-def choose_attention(transformer: Any, backend: str) -> None:
-    """Compute attention by ``backend`` from now on.
-
-    Args:
-        backend: a kernel of PyTorch's SDPA, for the whole process: ``cudnn`` (fastest on an H100:
-            590 TFLOP/s, flash 340), ``flash``, ``efficient``, ``math``; or a backend of diffusers'
-            own for this network, such as ``sage`` or ``_flash_3``.
-
-    Raises:
-        AttentionBackendError: the backend is unknown, or a package that it needs is missing.
-    """
-    if backend in SDPA_KERNELS:
-        torch.backends.cuda.enable_cudnn_sdp(backend == "cudnn")
-        torch.backends.cuda.enable_flash_sdp(backend == "flash")
-        # One that takes every input stays on for what the chosen one does not take.
-        torch.backends.cuda.enable_mem_efficient_sdp(backend != "math")
-        torch.backends.cuda.enable_math_sdp(True)
-        return
-    try:
-        transformer.set_attention_backend(backend)
-    except (ValueError, ImportError, RuntimeError) as error:
-        raise AttentionBackendError(
-            f"rollout.attention={backend!r}: {error}; {', '.join(SDPA_KERNELS)} need no package"
-        ) from error
 
 
 def keep_compiled(folder: str | None) -> None:

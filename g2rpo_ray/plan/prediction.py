@@ -299,6 +299,7 @@ class Predictor:
     def _caveats(self) -> list[str]:
         """What the settings ask for and the times leave out or take from elsewhere."""
         model, learner, measured = self.config.model, self.config.learner, self.costs.reference
+        attention = self.config.rollout.attention
         notes = {
             f"times on {self.card} are estimates, of H100's by data sheets; memory is counted as "
             "on any card": self.costs.is_estimate,
@@ -310,6 +311,9 @@ class Predictor:
             "counted": learner.offload_parameters,
             "model.frozen_dtype: widening the weights for every product takes time that is not "
             "counted": model.frozen_dtype is not None and "widening" not in self.costs.rates,
+            f"rollout.attention={attention}: evaluations are counted as with cudnn": (
+                attention not in (None, "cudnn")
+            ),
             "model.trained_modules: a learner pass is counted as one of all weights": (
                 model.trained_modules is not None
             ),

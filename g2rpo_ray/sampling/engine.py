@@ -10,11 +10,11 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES
 from g2rpo_ray.config.sampling import SamplingSection
 from g2rpo_ray.maths.schedule import static_shift_schedule
+from g2rpo_ray.models.attention import choose_attention
 from g2rpo_ray.models.batches import BatchSize, largest_batch, name_memory
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.fp8 import Float8Twin, check_float8
 from g2rpo_ray.models.kernels import (
-    choose_attention,
     compile_blocks,
     compile_decoder,
     compile_errors,
@@ -50,7 +50,8 @@ class RolloutEngine:
 
         Raises:
             ModelFolderError: the model cannot be loaded.
-            AttentionBackendError: ``rollout.attention`` is unknown or not installed.
+            AttentionBackendError: ``rollout.attention`` is unknown, not installed, or not for this
+                card or network.
             CompileCacheError: ``rollout.compile_cache`` cannot be written.
             Float8Error: ``rollout.fp8`` on a card without such products.
             DeviceMemoryError: the device's memory does not suffice.

@@ -10,6 +10,7 @@ from g2rpo_ray.common.logs import log_as, log_file
 from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.attention import check_attention
 from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.loading import check_model, part_weights
 from g2rpo_ray.plan.memory import state_bytes
@@ -94,6 +95,7 @@ def _trained_parameters(config: Config) -> int:
 def open_session(config: Config, resume: str) -> Iterator[Session]:
     """Check what can be checked without a cluster, and open the run's folder; see ``open_run``."""
     check_model(config)
+    check_attention(config)
     check_rewards(config)
     train = read_config_prompts(config, config.prompts.train)
     heldout = read_config_prompts(config, config.prompts.heldout)

@@ -524,3 +524,24 @@ def test_weights_that_are_trained_or_split_are_not_kept_in_8_bits(
 ) -> None:
     assert said in error_of("model.frozen_dtype=float8", *overrides)
     assert quickstart("model.lora.rank=2", "model.frozen_dtype=float8").model.lora is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "attention is flash3, for compiled code on Hopper cards, and compile is none with"),
+        (
+            ("rollout.gpus_per_worker=1", "rollout.compile=false"),
+            "and compile is false with gpus_per_worker 1: leave attention out",
+        ),
+        (
+            ("rollout.gpus_per_worker=1",),
+            "rollout.attention is flash3 and model.dtype is float32: it has code for bfloat16",
+        ),
+    ],
+)
+def test_flash3_is_for_compiled_bfloat16_on_cards(overrides: tuple[str, ...], said: str) -> None:
+    asked = "rollout.attention=flash3"
+    assert said in error_of(asked, *overrides)
+    fine = quickstart(asked, "rollout.gpus_per_worker=0.5", "model.dtype=bfloat16")
+    assert fine.rollout.attention == "flash3"

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from g2rpo_ray.cluster.demand import Node
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import load_config
+from g2rpo_ray.doctor.checks.attention import check_flash3, flash3_problem, judge_flash3
 from g2rpo_ray.doctor.checks.clock import judge_clock
 from g2rpo_ray.doctor.checks.hardware import check_hardware
 from g2rpo_ray.doctor.checks.limits import check_limits
@@ -284,3 +286,35 @@ def test_the_report_counts_and_its_worst_is_the_exit_code() -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match="needs a remedy"):
         fail("c", "broken", "")
+
+
+def test_flash3_is_looked_for_where_it_is_asked_for() -> None:
+    config = load_config(QUICKSTART)
+    assert check_flash3(config, {"a": node()}, {"a": FACTS}, {}) == []
+    assert judge_flash3({"a": None, "b": None}) == [ok("attention", "flash3 on 2 nodes")]
+    # Scorers may be on the other one.
+    (one,) = judge_flash3({"a": None, "b": "not installed"})
+    assert (one.level, one.what) == (Level.WARN, "b: not installed")
+    assert [f.level for f in judge_flash3({"a": "no", "b": "no"})] == [Level.FAIL] * 2
+
+
+def test_flash3_needs_its_package_and_hopper_cards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(
+        tmp_path, "rollout.attention=flash3", "model.dtype=bfloat16", "rollout.gpus_per_worker=1"
+    )
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", None)
+    assert "fa3-fwd is not installed" in str(flash3_problem(config))
+    monkeypatch.setattr("g2rpo_ray.doctor.checks.attention.check_attention", lambda _: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    smi = tmp_path / "nvidia-smi"
+    smi.touch(0o755)
+    smi.write_text("#!/bin/sh\necho 9.0\necho 9.0\n")
+    assert flash3_problem(config) is None
+    smi.write_text("#!/bin/sh\necho 9.0\necho 8.0\n")
+    assert flash3_problem(config) == (
+        "cards of compute capability 8.0; flash3 is for 9.0 (H100, H200)"
+    )
+    smi.write_text("#!/bin/sh\necho 'no driver'\nexit 9\n")
+    assert flash3_problem(config) == "nvidia-smi fails: no driver"

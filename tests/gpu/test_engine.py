@@ -90,6 +90,25 @@ def test_compiled_and_eager_ratios_stay_inside_the_clip_range(tmp_path: Path) ->
     assert engine.decoder.decode(x).shape == (1, 720, 720, 3)
 
 
+def test_flash3_is_as_near_to_the_eager_learner_as_cudnn(tmp_path: Path) -> None:
+    pytest.importorskip("fa3_fwd_interface")
+    x, embeds = torch.randn(8, 2025, 64, device=CARD), random_embeds()
+    sigma = torch.linspace(0.9, 0.2, 8, device=CARD)
+    with torch.no_grad():
+        expected = load_policy(true_size(tmp_path / "eager", **FEW_BLOCKS), CARD)(x, sigma, embeds)
+    errors = {}
+    for attention in ("cudnn", "flash3"):
+        config = true_size(tmp_path / attention, f"rollout.attention={attention}", **FEW_BLOCKS)
+        engine = RolloutEngine(config, CARD)
+        assert engine.warnings == []
+        assert f"attention {attention}, compiled" in engine.description
+        v = engine.exact(x, sigma, embeds)
+        errors[attention] = float((v - expected).norm() / expected.norm())
+        torch._dynamo.reset()
+    print(f"relative |v - v'| from the eager learner's: {errors}")
+    assert 0 < errors["flash3"] < 1.2 * errors["cudnn"]
+
+
 def test_the_float8_twin_is_near_the_exact_policy(tmp_path: Path) -> None:
     engine = RolloutEngine(true_size(tmp_path, "rollout.fp8=true", **FEW_BLOCKS), CARD)
     assert engine.warnings == []

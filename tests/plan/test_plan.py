@@ -165,6 +165,17 @@ def test_a_recipe_for_a_small_card_fits_on_it(
     assert bool(missing)
 
 
+def test_another_attention_than_the_measured_one_is_told() -> None:
+    costs = load_costs()
+    plain, other = (
+        Predictor(load_config(PAPER, overrides), costs, "H200")
+        for overrides in ([], ["rollout.attention=flash3"])
+    )
+    told = "rollout.attention=flash3: evaluations are counted as with cudnn"
+    assert told in other.notes
+    assert [note for note in other.notes if note != told] == plain.notes
+
+
 def test_weights_in_8_bits_are_widened_in_every_pass() -> None:
     config = load_config(PAPER.with_name("flux_g2rpo_hps_24gb_lora.yaml"))
     tree = load_costs().model_dump()

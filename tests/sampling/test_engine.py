@@ -11,10 +11,10 @@ from torch import Tensor
 from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import Config, LoraSection
+from g2rpo_ray.models.attention import AttentionBackendError
 from g2rpo_ray.models.batches import BatchSize, DeviceMemoryError, largest_batch
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.fp8 import Float8Error, Float8Linear, Float8Twin, to_float8
-from g2rpo_ray.models.kernels import AttentionBackendError
 from g2rpo_ray.models.loading import load_part
 from g2rpo_ray.models.lora import add_lora
 from g2rpo_ray.models.policy import Load, Policy, load_policy
