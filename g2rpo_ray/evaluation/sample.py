@@ -68,8 +68,9 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
     for prompt in options.prompts:
         if os.path.isfile(prompt):  # noqa: PTH113 - Path.is_file raises where a text is long
             raise SampleError(f"--prompt {prompt}: it takes the text itself, and this is a file")
-    config, switch = at_deployment_size(config), _switch(config, options)
+    switch = _switch(config, options)
     check_model(config)
+    config = at_deployment_size(config)
     make_writable(folder, SampleError, "--out")
     gpus, setting = config.rollout.gpus_per_worker, "rollout.gpus_per_worker"
     device = role_device(gpus, setting)

@@ -8,6 +8,7 @@ from PIL import Image
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.sample import SampleOptions, sample
+from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.run.weights import SampleError
 from tests.tiny import CAPTIONS, tiny_config
@@ -43,6 +44,8 @@ def test_what_is_drawn_has_the_evaluations_size_and_what_is_cut_is_told(
     assert told.count("the prompt is cut: ") == 1
     sample(config, SampleOptions(["a cat"], checkpoint="base"), out)
     assert "cut" not in capsys.readouterr().err
+    with pytest.raises(ModelFolderError, match=r"^evaluation.height is 40"):
+        sample(tiny_config(tmp_path, "evaluation.height=40"), SampleOptions(["a cat"]), out)
 
 
 def test_a_file_is_no_prompt(tmp_path: Path) -> None:
