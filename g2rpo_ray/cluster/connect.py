@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -38,6 +40,8 @@ HEAD_TRIES, HEAD_TRY_S = 10, 3.0
 """A head that is just starting gets this many tries."""
 REFUSALS = (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError)
 """What Ray raises where it cannot join a cluster."""
+ONLY_THE_DRIVER = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that the processes of a private Ray do not hear; SIGINT Ray keeps from them itself."""
 TOO_LATE = "node timed out during startup"
 """In what Ray raises where its own processes start slowly."""
 
@@ -71,7 +75,11 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
         _temp_dir=folder,
     )
     try:
-        _start_again_if_late(start) if private else start()
+        if private:
+            with _kept_from_children(ONLY_THE_DRIVER):
+                _start_again_if_late(start)
+        else:
+            start()
     except Exception as error:
         # Of any class: Ray raises a bare Exception, too.
         if private:
@@ -88,7 +96,38 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
     try:
         yield private
     finally:
-        ray.shutdown()
+        if private and ray.is_initialized():
+            _end_private()
+        else:
+            ray.shutdown()
+
+
+@contextmanager
+def _kept_from_children(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Processes started inside, and theirs, never get these: a mask passes on to programs too.
+
+    Service managers and schedulers send SIGTERM to every process of a group or control group, and
+    without Ray there is nobody who could write the driver's checkpoint.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_private() -> None:
+    """``ray.shutdown``, which else gives each process a second for a SIGTERM that none hears."""
+    started: list[psutil.Process] = []
+    for daemon in chain.from_iterable(ray._private.worker._global_node.all_processes.values()):
+        with suppress(psutil.NoSuchProcess):
+            started += psutil.Process(daemon.process.pid).children(recursive=True)
+        daemon.process.terminate = daemon.process.kill
+    ray.shutdown()
+    # Workers go with their raylet; its agents would first wait a minute for the GCS.
+    for process in started:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _start_again_if_late(start: Callable[[], object]) -> None:

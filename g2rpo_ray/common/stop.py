@@ -8,6 +8,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
+SAME_S = 0.5
+"""A signal again within this time is the same stop: ``timeout`` and others send it to a process and
+to the group that the process is in."""
+
 
 class StopRequested(Exception):  # noqa: N818  (not an error)
     """Raised at a safe point after a signal; carries the signal's number and when it came."""
@@ -61,7 +65,10 @@ class StopSignal:
                 signal.signal(number, self._remember)
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        if self._received is not None:
+        now_s = time.monotonic()
+        if (first := self._received) is not None:
+            if number == first.signal_number and now_s - first.received_s < SAME_S:
+                return
             raise KeyboardInterrupt
-        self._received = StopRequested(number, time.monotonic())
+        self._received = StopRequested(number, now_s)
         print(f"\nstopping: {self._meanwhile}; once more stops at once", flush=True)

@@ -34,7 +34,7 @@ class EvaluationSection(Section):
     steps: int = Field(28, ge=1)
     """Evaluations of a trajectory: the deployment's number of steps."""
     height: int | None = Field(None, ge=16)
-    """Picture height of ``g2rpo evaluate``: the deployment's; none is
+    """Picture height of ``g2rpo evaluate``, ``demo`` and ``sample``: the deployment's; none is
     ``sampling.height``."""
     width: int | None = Field(None, ge=16)
     """Picture width, likewise."""

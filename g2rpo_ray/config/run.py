@@ -80,6 +80,15 @@ class Config(Section):
         return {n: r for n, r in sorted(self.rewards.items()) if r.weight > 0}
 
     @property
+    def deployment_size(self) -> dict[str, int]:
+        """``height`` and ``width`` of the pictures that a run is judged by."""
+        evaluation, sampling = self.evaluation, self.sampling
+        return {
+            "height": evaluation.height or sampling.height,
+            "width": evaluation.width or sampling.width,
+        }
+
+    @property
     def draws_average(self) -> bool:
         """Whether pictures are drawn by a moving average of the policy in training."""
         return self.algorithm == "diffusion_nft"

@@ -15,6 +15,7 @@ from g2rpo_ray.doctor.checks.hardware import check_hardware
 from g2rpo_ray.doctor.checks.limits import check_limits
 from g2rpo_ray.doctor.checks.models import check_models
 from g2rpo_ray.doctor.checks.network import check_network
+from g2rpo_ray.doctor.checks.prompts import check_prompts
 from g2rpo_ray.doctor.checks.room import check_room
 from g2rpo_ray.doctor.checks.secrets import check_authentication, check_secrets
 from g2rpo_ray.doctor.checks.services import check_services
@@ -28,6 +29,7 @@ def examine(config: Config | None) -> list[Finding]:
     """Look at the cluster, and at what ``config``, if there is one, needs of it."""
     cluster = config.cluster if config else ClusterSection()
     findings = check_secrets(config)
+    findings += check_prompts(config) if config else []
     try:
         with ray_cluster(cluster) as private:
             findings += _examine_cluster(config, cluster, private)

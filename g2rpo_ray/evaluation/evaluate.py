@@ -32,7 +32,7 @@ from g2rpo_ray.rewards.prompts import check_prompts
 from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.roles import launch_rollout
-from g2rpo_ray.training.settings import at_deployment_size
+from g2rpo_ray.training.settings import at_deployment_size, size_words
 
 PINS = "weights"
 """Folder, inside the evaluation's, of the weights that it still draws with, by label."""
@@ -113,13 +113,16 @@ def _draw(
             print(f"{done} of {total} (row, prompt) drawn", flush=True)
             shown = done
 
-    print(f"evaluating on: {_devices(config)}", flush=True)
+    print(f"evaluating {size_words(config)} on: {_devices(config)}", flush=True)
     # Those that the run has made, and what it lacks beside the pictures.
     embeddings = [run_folder(config) / KEPT, records.folder.absolute() / KEPT]
     with (
         StopSignal("what is drawn stays; the same command goes on from there") as stop,
         launch_rollout(config, embeddings, print) as (encoder, pool),
     ):
+        length = config.prompts.max_sequence_length
+        if told := encoder.cut([text for _, text in prompts], length, stop.check):
+            print(told, flush=True)
         Drawing(config, encoder, pool, records, on_progress).run(rows, prompts)
 
 

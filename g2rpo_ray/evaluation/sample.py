@@ -21,10 +21,12 @@ from g2rpo_ray.models.loading import DTYPES, check_model, load_part
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.vae import PictureDecoder
+from g2rpo_ray.prompts.dataset import cut_words
 from g2rpo_ray.run.weights import SampleError, Source, load_source
 from g2rpo_ray.sampling.engine import schedule_of
 from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.sampler import Sampler
+from g2rpo_ray.training.settings import at_deployment_size, size_words
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class SampleOptions:
 
 
 def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
-    """Draw by ODE with ``evaluation.steps`` and save PNG files, where the run's workers draw.
+    """Draw by ODE as an evaluation does, with its size and steps, and save PNG files, where the
+    run's workers draw.
 
     That is on a card, or with ``rollout.gpus_per_worker`` 0 on the CPU.
 
@@ -67,14 +70,19 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
             raise SampleError(f"--prompt {prompt}: it takes the text itself, and this is a file")
     switch = _switch(config, options)
     check_model(config)
+    config = at_deployment_size(config)
     make_writable(folder, SampleError, "--out")
     gpus, setting = config.rollout.gpus_per_worker, "rollout.gpus_per_worker"
     device = role_device(gpus, setting)
     # Beside the paths, which scripts read.
-    print(f"drawing on: {describe_device(gpus, setting)}", file=sys.stderr, flush=True)
+    where, size = describe_device(gpus, setting), size_words(config)
+    print(f"drawing {size} on: {where}", file=sys.stderr, flush=True)
     source = load_source(config, options.checkpoint, options.average)
     source.policy.to(device)
     encoder = text_encoder(config, device)
+    length = config.prompts.max_sequence_length
+    if told := cut_words(encoder.cut(options.prompts), len(options.prompts), length):
+        print(told, file=sys.stderr, flush=True)
     embeds = [encoder.encode(prompt).to(device) for prompt in options.prompts]
     del encoder  # its memory, which may be half of the card's
     shape = source.policy.shape

@@ -83,9 +83,8 @@ def latents_of(config: Config, family: Family) -> LatentShape:
                     f"{section}.{side} is {pixels}; it must be a multiple of {family.multiple_of} "
                     f"(a {family.pipeline} packs so many pixels into a token)"
                 )
-    sampling, deployed = config.sampling, config.evaluation
-    family.latents(deployed.height or sampling.height, deployed.width or sampling.width)
-    return family.latents(sampling.height, sampling.width)
+    family.latents(**config.deployment_size)
+    return family.latents(config.sampling.height, config.sampling.width)
 
 
 def check_guidance(config: Config, family: Family) -> None:

@@ -4,6 +4,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -63,6 +64,8 @@ class Family(ABC):
     """Parts that a folder must have, and their classes in diffusers or transformers."""
     blocks: ClassVar[tuple[str, ...]]
     """Classes of the transformer's repeated blocks, which are compiled and rounded to float8."""
+    cut_by: ClassVar[str] = "tokenizer"
+    """Part whose tokens ``prompts.max_sequence_length`` counts."""
     text_varies: ClassVar[bool] = False
     """Whether conditioning keeps each text's own length, so that compiled code meets many."""
     recordable: ClassVar[bool] = False
@@ -78,6 +81,8 @@ class Family(ABC):
     """Pixels: a picture's height and width are multiples of it."""
     token_side: ClassVar[int] = 2
     """A token here is so many latents high and wide; the VAE shrinks pictures by 8."""
+    has_kernels: ClassVar[bool] = False
+    """Whether there is a ``fused.py`` beside ``family.py``."""
     published: ClassVar[Mapping[str, Published]]
     """See ``read_published``."""
     scheduler: ClassVar[str] = "FlowMatchEulerDiscreteScheduler"
@@ -262,6 +267,10 @@ class Family(ABC):
             length: most tokens of the text (``prompts.max_sequence_length``).
         """
 
+    def text_tokens(self, pipeline: Any, text: str) -> int:
+        """Of a whole text with what the pipeline adds to it, as ``length`` of ``encode`` counts."""
+        return len(getattr(pipeline, self.cut_by)(text).input_ids)
+
     @abstractmethod
     def blank(
         self, transformer: Any, length: int, dtype: torch.dtype, device: torch.device | str
@@ -295,5 +304,19 @@ class Family(ABC):
         """Whether a block's linear layer runs once a sample, not once a token: float8 spares it."""
         return False
 
-    def fuse(self, transformer: Any) -> None:  # noqa: B027  (many families have none)
+    def fuse(self, transformer: Any) -> None:
         """Put kernels of our own, without gradients, into a transformer on a card."""
+        if self.has_kernels:
+            # Needs Triton, which comes with PyTorch only where it is built for cards.
+            import_module(".fused", type(self).__module__.rpartition(".")[0]).fuse(transformer)
+
+
+def asked_tokens(pipeline: Any, text: str, *, enable_thinking: bool) -> int:
+    """``Family.text_tokens`` of pipelines that put a text as a question to a chat model."""
+    asked = pipeline.tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=enable_thinking,
+    )
+    return len(pipeline.tokenizer(asked).input_ids)

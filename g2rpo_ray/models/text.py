@@ -1,10 +1,12 @@
 """Prompts to conditioning, as diffusers' own pipeline of the model computes it."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from g2rpo_ray.common.device import compute_the_same_bits
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import ModelSection
 from g2rpo_ray.models.conditioning import Conditioning
@@ -26,9 +28,11 @@ class TextEncoder:
         negative: str | None = None,
     ) -> None:
         """``negative`` is that of ``families.negative_prompt``, encoded once."""
-        # Longer texts are cut, as documented: a line for each of them would drown everything else.
+        # What is cut is told by ``cut``: a line for each text would drown everything else.
         for library in ("diffusers.pipelines", "transformers.tokenization_utils_base"):
             logging.getLogger(library).setLevel(logging.ERROR)
+        if model.deterministic:
+            compute_the_same_bits()
         self._family, self._length = open_family(resolve_path(model.path)), max_sequence_length
         parts = {
             part: load_part(model, part, DTYPES[model.dtype], device)
@@ -44,6 +48,14 @@ class TextEncoder:
     def encode(self, text: str) -> Conditioning:
         """Of one prompt, on the CPU; longer texts are cut to the encoders' lengths."""
         return replace(self._encode(text), negative=self.negative)
+
+    def cut(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each of the texts that has too many."""
+        # No tokenizer makes more tokens than bytes; the rest is what the pipeline adds.
+        added = self._family.text_tokens(self._pipeline, "")
+        long = [text for text in texts if len(text.encode()) + added > self._length]
+        tokens = [self._family.text_tokens(self._pipeline, text) for text in long]
+        return [size for size in tokens if size > self._length]
 
     @torch.no_grad()  # not inference_mode: the learner's graph takes embeddings in
     def _encode(self, text: str) -> Conditioning:

@@ -5,11 +5,13 @@ from typing import Any
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.plan.arithmetic import describe
 from g2rpo_ray.plan.costs import CPU, CostTable, load_costs
 from g2rpo_ray.plan.encoding import Encoding, plan_encoding
 from g2rpo_ray.plan.memory import PartsGib
 from g2rpo_ray.plan.prediction import Predictor, Split, recommend
+from g2rpo_ray.prompts.formats import PromptFileError
 
 DEFAULT_CARD = "H100"
 MOST_ROWS = 16
@@ -83,9 +85,15 @@ def _encoding(predictor: Predictor, table: CostTable, split: Split) -> Encoding 
 
 
 def encoding_lines(config: Config) -> list[str]:
-    """For a dry run: what encoding takes, with a warning where that is longer than an iteration."""
+    """For a dry run: what encoding takes, with a warning where that is longer than an iteration.
+
+    Raises:
+        ModelFolderError, PromptFileError: of files with which the run, too, would end.
+    """
     try:
         plan = make_plan(config, load_costs(), None, None)
+    except (ModelFolderError, PromptFileError):
+        raise
     except InputError as error:
         return [_line("encoding", f"not predicted: {error}")]
     warning = plan.encoding and plan.encoding.warning(plan.configured.iteration_s)

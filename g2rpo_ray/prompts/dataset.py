@@ -95,6 +95,9 @@ class EmbeddedPrompts:
         """Whether there are any of them."""
         self.bytes = sum(file.bytes for it in self._folders for file in it.manifest.files)
 
+    def __contains__(self, text: str) -> bool:
+        return any(text in embeddings for embeddings in self._folders)
+
     def get(self, text: str) -> Conditioning | None:
         """Raises PromptFileError: the shard is damaged where it lies."""
         for embeddings in self._folders:
@@ -102,6 +105,23 @@ class EmbeddedPrompts:
                 negative = None if self._negative is None else embeddings.negative
                 return replace(embeddings.embeds(text), negative=negative)
         return None
+
+
+def cut_words(tokens: Sequence[int], texts: int, length: int) -> str:
+    """Of ``TextEncoder.cut``, for people; empty where nothing was cut.
+
+    Args:
+        texts: how many there are, with those that fit.
+        length: ``prompts.max_sequence_length``.
+    """
+    if not tokens:
+        return ""
+    some = "the prompt is" if texts == 1 else f"{len(tokens)} of {texts} prompts are"
+    return (
+        f"{some} cut: {'' if texts == 1 else 'up to '}{max(tokens)} tokens, and "
+        f"prompts.max_sequence_length is {length}: raise it, where the model was trained on "
+        "longer texts, or shorten the text"
+    )
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:

@@ -55,6 +55,11 @@ class PromptEncoder:
             embeds = replace(self._kept_or_made(text), negative=negative)
         return Prompt(prompt_id, text, embeds)
 
+    def cut(self, texts: Sequence[str]) -> list[int]:
+        """``TextEncoder.cut`` of the texts that it will encode."""
+        new = [t for t in texts if t not in self._embedded and not self._kept.has(t)]
+        return self._encoder.cut(new) if new else []
+
     def prepare(self) -> None:
         """Load the text encoders, unless prompts to train on were embedded."""
         if not self._embedded.train:
@@ -94,6 +99,11 @@ class EncoderActor:
     async def prepare(self) -> None:
         """Before a run trains: what its prompts need is loaded while the other roles start."""
         await self._answer(-math.inf, self._encoder.prepare)
+
+    async def cut(self, texts: Sequence[str]) -> list[int]:
+        """As of ``PromptEncoder``."""
+        sizes: list[int] = await self._answer(-math.inf, partial(self._encoder.cut, texts))
+        return sizes
 
     async def encode(self, prompt_id: int, text: str, place: float) -> Prompt:
         """
@@ -138,7 +148,7 @@ class ShardEncoder:
         self._folder = folder
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        """``{shard, texts}`` -> ``{shard, file, prompts, bytes, sha256, checksums, seconds}``.
+        """``{shard, texts}`` -> ``{shard, file, prompts, bytes, sha256, checksums, cut, seconds}``.
 
         Prompts are encoded one at a time, so the numbers are those that training on the fly gets.
         """
@@ -146,7 +156,8 @@ class ShardEncoder:
         negative = self._encoder.negative
         if negative is not None:
             _write(self._folder / NEGATIVE_FILE, save(dict(negative.tensors)))
-        embeds = [self._encoder.encode(str(text)) for text in row["texts"]]
+        texts = [str(text) for text in row["texts"]]
+        embeds = [self._encoder.encode(text) for text in texts]
         path = self._folder / f"shard_{row['shard']:05d}.safetensors"
         content = save(stacked(embeds))
         _write(path, content)
@@ -154,6 +165,7 @@ class ShardEncoder:
             "shard": row["shard"],
             "file": path.name,
             "prompts": len(embeds),
+            "cut": self._encoder.cut(texts),
             "bytes": len(content),
             "sha256": hashlib.sha256(content).hexdigest(),
             "checksums": [prompt_checksum(e) for e in embeds],

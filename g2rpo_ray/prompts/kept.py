@@ -45,6 +45,10 @@ class KeptEmbeddings:
         name = hashlib.sha256(json.dumps([self._made_by, text]).encode()).hexdigest()
         return f"{name[:32]}.safetensors"
 
+    def has(self, text: str) -> bool:
+        """Whether there is a file of it, damaged or not."""
+        return any((folder / self._file(text)).is_file() for folder in self._folders)
+
     def get(self, text: str) -> Conditioning | None:
         """Without a negative prompt's; None where there is none, or a damaged one."""
         for path in (folder / self._file(text) for folder in self._folders):

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,13 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatusOverview, LoggingConfig
 from torch import Tensor
 
-from g2rpo_ray.common.device import HIDE_CARDS, KEEP_MEMORY, give_back, role_device
+from g2rpo_ray.common.device import (
+    HIDE_CARDS,
+    KEEP_MEMORY,
+    compute_the_same_bits,
+    give_back,
+    role_device,
+)
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.rewards.registry import make_scorer
@@ -69,8 +76,14 @@ class ScoreAnswer:
 class RewardServer:
     """A replica: a scorer, and those of the rewards ``beside`` it, behind ``score``."""
 
-    def __init__(self, name: str, rewards: Mapping[str, RewardSection]) -> None:
-        """A replica of the reward ``name``."""
+    def __init__(
+        self, name: str, rewards: Mapping[str, RewardSection], deterministic: bool = False
+    ) -> None:
+        """A replica of the reward ``name``, ``deterministic`` as ``model.deterministic`` says."""
+        if deterministic:
+            compute_the_same_bits()
+        # Of processes that a scorer starts, which it may end so: a private Ray's do not hear it.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         reward = rewards[name]
         log_as(f"reward/{name}", serve.get_replica_context().replica_id.unique_id)
         torch.set_num_threads(reward.threads)
@@ -146,12 +159,14 @@ def reward_servers(
     start_timeout_s: float,
     private_cluster: bool,
     wait: Literal["none", "room", "all"] = "all",
+    deterministic: bool = False,
 ) -> Iterator[dict[str, DeploymentHandle]]:
     """Deploy all rewards, yield each one's handle, and take exactly them down at the end.
 
     Args:
         prefix: unique on the cluster; an application is named ``<prefix>-<reward>``.
         private_cluster: the cluster ends with the run, and Serve with it.
+        deterministic: ``model.deterministic``.
         wait: until all have their room or run; what is left is for ``wait_for_servers``.
 
     Raises:
@@ -165,9 +180,9 @@ def reward_servers(
         # Left by a driver that was killed.
         serve.delete(app)
     try:
-        handles = _deploy(names, rewards)
+        handles = _deploy(names, rewards, deterministic)
         if wait != "none":
-            wait_for_servers(prefix, rewards, start_timeout_s, loaded=wait == "all")
+            wait_for_servers(prefix, rewards, start_timeout_s, deterministic, loaded=wait == "all")
         own = dict(zip(names, handles, strict=True))
         yield {name: own[reward.beside or name] for name, reward in rewards.items()}
     finally:
@@ -187,17 +202,19 @@ def _applications(prefix: str, rewards: Mapping[str, RewardSection]) -> dict[str
 
 
 def _deploy(
-    names: Mapping[str, str], rewards: Mapping[str, RewardSection]
+    names: Mapping[str, str], rewards: Mapping[str, RewardSection], deterministic: bool
 ) -> list[DeploymentHandle]:
     """Begin to start rewards, given with their applications; replaces those of that name."""
     targets = [
-        serve.RunTarget(_deployment(name, rewards), name=app, route_prefix=None)
+        serve.RunTarget(_deployment(name, rewards, deterministic), name=app, route_prefix=None)
         for name, app in names.items()
     ]
     return serve.run_many(targets, wait_for_applications_running=False)
 
 
-def _deployment(name: str, rewards: Mapping[str, RewardSection]) -> serve.Application:
+def _deployment(
+    name: str, rewards: Mapping[str, RewardSection], deterministic: bool
+) -> serve.Application:
     reward = rewards[name]
     served = {key: it for key, it in rewards.items() if name in (key, it.beside)}
     deployment = serve.deployment(
@@ -227,7 +244,7 @@ def _deployment(name: str, rewards: Mapping[str, RewardSection]) -> serve.Applic
         # How often one that is to end looks whether it still works; Serve's own is 2 s.
         graceful_shutdown_wait_loop_s=0.2,
     )(RewardServer)
-    return deployment.bind(name, served)
+    return deployment.bind(name, served, deterministic)
 
 
 def _with_probe(reward: RewardSection) -> dict[str, Any]:
@@ -250,7 +267,12 @@ def _with_probe(reward: RewardSection) -> dict[str, Any]:
 
 
 def wait_for_servers(
-    prefix: str, rewards: Mapping[str, RewardSection], timeout_s: float, *, loaded: bool = True
+    prefix: str,
+    rewards: Mapping[str, RewardSection],
+    timeout_s: float,
+    deterministic: bool = False,
+    *,
+    loaded: bool = True,
 ) -> None:
     """Return when those that ``reward_servers`` has deployed run; without ``loaded`` when each has
     its processes, and so its room.
@@ -276,7 +298,7 @@ def wait_for_servers(
                 )
             # A node that died a moment ago is still offered by Ray.
             logger.warning("reward %r was lost while it started; once more: %s", name, reason)
-            _deploy({name: apps[name]}, rewards)
+            _deploy({name: apps[name]}, rewards, deterministic)
             tries[name] += 1
         placed = Counter() if loaded else _replicas()
         waiting = [

@@ -269,6 +269,7 @@ def model_card(
         template_path=str(TEMPLATE),
         name=Path(config.run_dir).name,
         config=config,
+        size=config.deployment_size,
         pipeline=family.pipeline,
         transformer=family.parts["transformer"],
         guidance=", ".join(f"{name}={value!r}" for name, value in arguments.items()),

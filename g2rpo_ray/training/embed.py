@@ -27,6 +27,7 @@ from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.families import negative_prompt, open_family
 from g2rpo_ray.models.loading import check_model
+from g2rpo_ray.prompts.dataset import cut_words
 from g2rpo_ray.prompts.embeddings import (
     Manifest,
     ShardFile,
@@ -100,6 +101,9 @@ def embed(
     if missing:
         _encode(config, folder, {n: shards[n] for n in missing}, finished, options)
     files = [finished[number] for number in range(len(shards))]
+    cut = [size for file in files for size in file.get("cut", ())]
+    if told := cut_words(cut, len(kept), config.prompts.max_sequence_length):
+        print(told, flush=True)
     manifest = Manifest(
         encoder=encoder,
         dtype=config.model.dtype,
@@ -183,7 +187,10 @@ def _shard_rows(
     )
     try:
         for row in encoded.iter_rows():
-            yield row | {"checksums": [str(checksum) for checksum in row["checksums"]]}
+            yield row | {
+                "checksums": [str(checksum) for checksum in row["checksums"]],
+                "cut": [int(size) for size in row["cut"]],
+            }
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or error
         raise RunError(

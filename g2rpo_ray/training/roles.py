@@ -38,7 +38,7 @@ from g2rpo_ray.learner.checkpoints.format import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.plan.networks import evaluation_tflop
-from g2rpo_ray.prompts.dataset import EmbeddedPrompts, Prompt
+from g2rpo_ray.prompts.dataset import EmbeddedPrompts, Prompt, cut_words
 from g2rpo_ray.prompts.encoder import EncoderActor
 from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.client import RewardClient
@@ -78,6 +78,17 @@ class Encoder:
     def started(self) -> list[ActorHandle]:
         """Its actor, if any."""
         return [self.actor] if "actor" in vars(self) else []
+
+    def cut(self, texts: Sequence[str], length: int, on_wait: Callable[[], None]) -> str:
+        """``cut_words`` of those that it encodes: others were told when they were embedded.
+
+        Args:
+            on_wait: called each second meanwhile, as the encoders may still be loaded.
+        """
+        asked = [actor.cut.remote(texts) for actor in self.started]
+        while asked and not ray.wait(asked, timeout=1)[0]:
+            on_wait()
+        return cut_words([*itertools.chain(*ray.get(asked))], len(texts), length)
 
     def training(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:
         """Prompts to train on, before all others and in the order in which they were asked for."""
@@ -266,15 +277,17 @@ class _DrawingRoles:
             with placed(workers, others, timeout_s, tell):
                 wait: Literal["room", "none"] = "room" if on_cards else "none"
                 started = reward_servers(
-                    self.servers, rewards, timeout_s, self.private_cluster, wait
-                )
+                    self.servers, rewards, timeout_s, self.private_cluster, wait,
+                    config.model.deterministic,
+                )  # fmt: skip
                 handles = stack.enter_context(started)
             client = RewardClient(handles, rewards, config.advantage.on_invalid == "stop")
             with closing(RolloutPool(config, client, tell)) as pool:
                 yield client, encoder, pool
 
     def wait(self, config: Config) -> None:
-        wait_for_servers(self.servers, config.rewards, config.cluster.start_timeout_s)
+        timeout_s = config.cluster.start_timeout_s
+        wait_for_servers(self.servers, config.rewards, timeout_s, config.model.deterministic)
 
 
 @contextmanager

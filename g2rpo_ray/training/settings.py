@@ -5,12 +5,14 @@ from g2rpo_ray.config import Config
 
 def at_deployment_size(config: Config) -> Config:
     """``config`` with ``evaluation.height`` and ``width`` in place of the training's size."""
-    evaluation, sampling = config.evaluation, config.sampling
-    size = {
-        "height": evaluation.height or sampling.height,
-        "width": evaluation.width or sampling.width,
-    }
-    return config.model_copy(update={"sampling": sampling.model_copy(update=size)})
+    sampling = config.sampling.model_copy(update=config.deployment_size)
+    return config.model_copy(update={"sampling": sampling})
+
+
+def size_words(config: Config) -> str:
+    """The size of pictures to judge by, and what chooses it."""
+    size = config.deployment_size
+    return f"{size['width']} x {size['height']} pixels (evaluation.width, evaluation.height)"
 
 
 def for_evaluation_workers(config: Config) -> Config:

@@ -91,6 +91,10 @@ class Trainer:
         )
         if self.iteration > 0:
             self.sync()
+        texts = [*self.session.train_prompts, *(text for _, text in self.session.heldout_prompts)]
+        length = self.config.prompts.max_sequence_length
+        if told := self.roles.encoder.cut(texts, length, self.session.stop.check):
+            self.session.note(told)
 
     def generate(self) -> Drawn:
         """The groups to train on next."""

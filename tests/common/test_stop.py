@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from g2rpo_ray.common import stop as stop_module
 from g2rpo_ray.common.stop import StopRequested, StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.training import train as train_module
@@ -30,6 +31,18 @@ def test_a_second_signal_interrupts_at_once(capsys: pytest.CaptureFixture[str]) 
     with StopSignal():
         signal.raise_signal(signal.SIGINT)
         assert "once more stops at once" in capsys.readouterr().out
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_one_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of ``timeout``, which signals its child and then the group that both are in."""
+    with StopSignal() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StopRequested):
+            stop.check()
+        monkeypatch.setattr(stop_module, "SAME_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
 

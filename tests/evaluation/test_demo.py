@@ -92,6 +92,14 @@ def test_two_users_at_once_get_what_each_would_get_alone(studio: Studio) -> None
     assert np.array_equal(np.array(alone), np.array(together))
 
 
+def test_a_prompt_that_is_cut_says_so_beside_its_picture(studio: Studio) -> None:
+    most = studio.config.prompts.max_sequence_length
+    for text, is_cut in (("a red circle " * most, True), ("a red circle", False)):
+        *_, (_, base, _, trained) = draw_both(studio, (text, 0, 1, 1.0, "last"), nothing)
+        assert ("prompts.max_sequence_length is" in base) is is_cut
+        assert ("prompts.max_sequence_length is" in trained) is is_cut
+
+
 def test_a_prompt_that_a_reward_cannot_judge_has_pictures_and_says_why(studio: Studio) -> None:
     for prompt in ("\U0001f984 на 木 ❤️‍🔥", "a cat " * 300):
         *_, (_, base, picture, scores) = draw_both(studio, (prompt, 0, 4, 1.0, "last"), nothing)

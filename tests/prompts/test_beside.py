@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from g2rpo_ray.cli import main
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import Config
+from g2rpo_ray.config import Config, save_config
+from g2rpo_ray.doctor.checks.prompts import check_prompts
+from g2rpo_ray.doctor.findings import Level
 from g2rpo_ray.prompts.dataset import EmbeddedPrompts, embeddings_of, evenly, read_config_prompts
 from g2rpo_ray.prompts.formats import PromptFileError
 from g2rpo_ray.training import roles
@@ -63,6 +66,32 @@ def test_a_damaged_folder_is_named(copied: Config, tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(PromptFileError, match=r"train.embeddings.*missing"):
         EmbeddedPrompts(copied)
+
+
+def test_a_damaged_folder_ends_what_looks_before_a_run(
+    copied: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tmp_path / "prompts" / "heldout.embeddings" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:99])
+    config = tmp_path / "config.yaml"
+    save_config(copied, config)
+    for command in (["train", "--dry-run"], ["plan"]):
+        assert main([*command, str(config)]) == 2
+        assert f"{manifest}: not readable as a manifest" in capsys.readouterr().err
+    (finding,) = check_prompts(copied)
+    assert finding.level == Level.FAIL
+    assert f"{manifest}: not readable as a manifest" in finding.what
+
+
+def test_the_doctor_looks_at_prompt_files(copied: Config, tmp_path: Path) -> None:
+    assert [finding.level for finding in check_prompts(copied)] == [Level.OK]
+    heldout = tmp_path / "prompts" / "heldout.txt"
+    heldout.write_text(heldout.read_text() + read_config_prompts(copied, copied.prompts.train)[0])
+    (finding,) = check_prompts(copied)
+    assert "share 1 prompts" in finding.what
+    heldout.unlink()
+    (finding,) = check_prompts(copied)
+    assert (finding.level, str(heldout) in finding.what) == (Level.FAIL, True)
 
 
 class Started:

@@ -75,6 +75,19 @@ def config_with(folder: Path, *overrides: str) -> Config:
     return tiny_config(folder, f"prompts.train={folder}", *overrides)
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_prompts_that_are_cut_are_told_once(
+    run: Callable[..., object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "prompts.txt"
+    source.write_text("a cat\na red circle left of a green triangle\na dog\n" + "a red cat " * 9)
+    config = tiny_config(tmp_path, "prompts.max_sequence_length=6")
+    run(config, str(source), tmp_path / "out", Selection(), replace(ONE, shard_size=1))
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "cut" in line]
+    assert told.startswith("2 of 4 prompts are cut: up to ")
+    assert "prompts.max_sequence_length is 6" in told
+
+
 @pytest.mark.parametrize("gpus", [1.5, -1.0, float("nan")])
 def test_gpus_that_ray_cannot_give_are_refused_before_anything_starts(gpus: float) -> None:
     with pytest.raises(EmbedError, match=r"--gpus-per-worker: .* GPUs; .* or whole GPUs"):

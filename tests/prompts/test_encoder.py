@@ -11,7 +11,7 @@ import torch
 from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.prompts import encoder as encoder_module
-from g2rpo_ray.prompts.dataset import Prompt
+from g2rpo_ray.prompts.dataset import Prompt, read_config_prompts
 from g2rpo_ray.prompts.encoder import EncoderActor, PromptEncoder
 from tests.models.families.folders import family_config
 from tests.tiny import CAPTIONS, encode, tiny_config
@@ -52,6 +52,18 @@ def test_heldout_prompts_are_encoded_once_a_run(
             assert equal(one.opposite, on_the_fly.opposite)
             assert equal(two.opposite, on_the_fly.opposite)
     assert not (tmp_path / "other").exists()
+
+
+def test_what_is_cut_is_counted_where_it_is_encoded(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", "prompts.max_sequence_length=6")
+    encoder = PromptEncoder(config, [tmp_path / "kept"])
+    assert len(encoder.cut([*CAPTIONS, "a cat"])) == len(CAPTIONS)
+    encoder.encode_heldout(0, CAPTIONS[0])
+    # Told in the life that made it, and where it was embedded.
+    assert len(encoder.cut([*CAPTIONS, "a cat"])) == len(CAPTIONS) - 1
+    embedded = tiny_config(tmp_path / "run")
+    known = read_config_prompts(embedded, embedded.prompts.train)
+    assert PromptEncoder(embedded, [tmp_path / "kept"]).cut(known) == []
 
 
 @pytest.mark.parametrize("change", ["prompts.max_sequence_length=9", "model.dtype=bfloat16"])

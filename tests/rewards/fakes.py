@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,6 +90,35 @@ class SlowScorer(RewardScorer):
     def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002
         time.sleep(self._seconds)
         return pictures.float().mean(dim=(1, 2, 3)) / 255
+
+
+class ParentScorer(RewardScorer):
+    """Ends a process of its own by SIGTERM at each request, as pools of processes do."""
+
+    kind = "parent"
+    reads_prompts = False
+
+    def __init__(self, options: Section, device: str) -> None:
+        pass
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002
+        with subprocess.Popen(["sleep", "60"]) as child:
+            child.terminate()
+            child.wait(timeout=10)
+        return pictures.float().mean(dim=(1, 2, 3)) / 255
+
+
+class ChoosyScorer(RewardScorer):
+    """Scores 1 where no kernel is chosen by its time."""
+
+    kind = "choosy"
+    reads_prompts = False
+
+    def __init__(self, options: Section, device: str) -> None:
+        pass
+
+    def score(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:  # noqa: ARG002
+        return torch.full((len(pictures),), float(torch.backends.cudnn.deterministic))
 
 
 class CountingScorer(RewardScorer):

@@ -422,3 +422,14 @@ def test_others_can_start_while_a_scorer_that_has_its_room_still_loads(
 def test_taking_a_run_down_leaves_the_applications_of_others(servers: Servers) -> None:
     """Runs after others were taken down: the module's own servers still answer."""
     assert torch.allclose(servers.score("good at the end"), BRIGHTNESS)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_scorers_compute_the_same_bits_where_a_run_is_to() -> None:
+    target = {"target": "tests.rewards.fakes:ChoosyScorer"}
+    rewards = {"choosy": RewardSection(kind="python", options=target, cpus_per_replica=0.1)}
+    for deterministic in (True, False):
+        with reward_servers("bits", rewards, 360, False, deterministic=deterministic) as handles:
+            client = RewardClient(handles, rewards, stop_on_invalid=True)
+            scores = client.submit(0, "a cat", PICTURES, ["choosy"]).result()["choosy"]
+            assert scores.tolist() == 4 * [float(deterministic)]

@@ -214,7 +214,7 @@ class Run:
             evaluation_pool=self.pool if self.beside else None,
             weights_of_now=weights_of_now,
             sync=sync,
-            encoder=SimpleNamespace(heldout=list),
+            encoder=SimpleNamespace(heldout=list, cut=lambda *_: "3 prompts are cut"),
             tflop=1.0,
             learner=learner,
             rewards=SimpleNamespace(replicas=lambda: {"oracle": 1}),
@@ -238,6 +238,7 @@ def test_every_evaluation_is_recorded_under_its_iteration(tmp_path: Path, beside
     assert (summary["best_iteration"], summary["stopped_early"]) == (5, False)
     assert summary["heldout"]["oracle"] == pytest.approx({"before": 0.5, "after": 0.9})
     assert trained.missed == 0
+    assert trained.told.count("3 prompts are cut") == 1
 
 
 @both

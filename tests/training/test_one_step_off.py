@@ -76,6 +76,9 @@ class FakeRoles:
     def replicas(self) -> dict[str, int]:
         return {"oracle": 1}
 
+    def cut(self, *_: object) -> str:
+        return ""
+
     def training(self, prompts: list[tuple[int, str]]) -> list[int]:
         return [number for number, _ in prompts]
 

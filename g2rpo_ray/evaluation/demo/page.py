@@ -28,6 +28,7 @@ from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.tracking.report.page import heldout_prompts
 from g2rpo_ray.tracking.report.render import PIXELATED_BELOW, render
 from g2rpo_ray.tracking.report.run_folder import read_run_folder
+from g2rpo_ray.training.settings import size_words
 
 USER, PASSWORD = "G2RPO_DEMO_USER", "G2RPO_DEMO_PASSWORD"
 WAITING = 20
@@ -59,7 +60,8 @@ def serve(config: Config, host: str, port: int) -> None:
     check_port(host, port)
     setting = "rollout.gpus_per_worker"
     device = describe_device(config.rollout.gpus_per_worker, setting)
-    print(f"loading the model and {len(config.rewards)} scorers; drawing on: {device}", flush=True)
+    scorers, size = len(config.rewards), size_words(config)
+    print(f"loading the model and {scorers} scorers; drawing {size} on: {device}", flush=True)
     page = build(Studio(config))
     launch(page, host, port, login)
     try:
@@ -236,7 +238,8 @@ def _outputs(config: Config, drawn: Drawn, base: Drawn) -> list[object]:
         "demo_scores.html", "g2rpo_ray.evaluation", scores=scores, trained=config.trained_rewards
     )
     heading = html.escape(drawn.label)
-    return [Image.fromarray(drawn.picture), f"<b>{heading}</b>{table}"]
+    note = f"<p>{html.escape(drawn.note)}</p>" if drawn.note else ""
+    return [Image.fromarray(drawn.picture), f"<b>{heading}</b>{note}{table}"]
 
 
 def _number(score: Score | None) -> float | None:

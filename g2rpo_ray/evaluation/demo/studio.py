@@ -29,6 +29,7 @@ from g2rpo_ray.models.catalogue import check_rewards
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.weights import load_weights, trainable_parameters
+from g2rpo_ray.prompts.dataset import cut_words
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.run.weights import Source, read_fitting_info, weights_in, while_it_is_there
 from g2rpo_ray.training.settings import at_deployment_size
@@ -62,6 +63,8 @@ class Drawn:
     picture: np.ndarray
     """uint8 ``[H, W, 3]``."""
     scores: dict[str, Score]
+    note: str = ""
+    """What is to be said of it, if anything."""
 
 
 def read_asked(
@@ -128,7 +131,7 @@ class Studio:
         self._decoder = picture_decoder(config, self._policy, self._device)
         self._judge = LocalJudge(config.rewards)
         self._trained: tuple[CheckpointInfo, dict[str, Tensor]] | None = None
-        self._encoded = ("", self._encoder.encode(""))
+        self._encoded = ("", self._encoder.encode(""), "")
         self._lock = threading.Lock()
 
     def draw(self, asked: Asked, trained: bool, on_step: Callable[[int], None]) -> Drawn:
@@ -158,7 +161,7 @@ class Studio:
                 {name: [(picture, asked.prompt)] for name in self.config.rewards}
             )
             scores = {name: found[0] for name, found in answers.items()}
-            return Drawn(label, picture[0].numpy(), scores)
+            return Drawn(label, picture[0].numpy(), scores, self._encoded[2])
 
     def _weights(self, name: str) -> tuple[CheckpointInfo, dict[str, Tensor]]:
         """Of a checkpoint; those of the last one that was asked for are kept in memory."""
@@ -179,7 +182,10 @@ class Studio:
 
     def _walk(self, asked: Asked, switch: int, on_step: Callable[[int], None]) -> Tensor:
         if self._encoded[0] != asked.prompt:
-            self._encoded = (asked.prompt, self._encoder.encode(asked.prompt))
+            note = cut_words(
+                self._encoder.cut([asked.prompt]), 1, self.config.prompts.max_sequence_length
+            )
+            self._encoded = (asked.prompt, self._encoder.encode(asked.prompt), note)
         embeds = self._encoded[1].to(self._device)
         start = start_noise(self._policy.shape, asked.seed, 1).to(self._device)
         evaluation = self.config.evaluation.model_copy(update={"steps": asked.steps})

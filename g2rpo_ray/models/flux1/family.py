@@ -52,6 +52,8 @@ class Flux1(Family):
         "single_blocks.{}.modulation.lin": ("single_transformer_blocks.{}.norm.linear",),
     }
     in_sd_scripts = True
+    cut_by = "tokenizer_2"
+    has_kernels = True
     published: ClassVar = read_published(__file__)
 
     def problem(self, folder: Path) -> str | None:
@@ -103,12 +105,6 @@ class Flux1(Family):
 
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")
-
-    def fuse(self, transformer: Any) -> None:
-        # Needs Triton, which comes with PyTorch only where it is built for cards.
-        from g2rpo_ray.models.flux1.fused import fuse
-
-        fuse(transformer)
 
 
 # Ids are cached, and are no buffers: a cast of the module to bfloat16 must not round positions.

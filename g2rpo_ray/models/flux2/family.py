@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind, of_qkv, read_published
+from g2rpo_ray.models.family import Family, GuidanceKind, asked_tokens, of_qkv, read_published
 from g2rpo_ray.models.latents import LatentShape, unpacked
 
 PUBLISHED = read_published(__file__)
@@ -69,6 +69,15 @@ class Flux2(Family):
         layers = {k: v for k, v in called.items() if k == "text_encoder_out_layers"}
         embeds, _ = pipeline.encode_prompt(text, max_sequence_length=length, **layers)
         return Conditioning({"text": embeds[0]})
+
+    def text_tokens(self, pipeline: Any, text: str) -> int:
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        messages = format_input(prompts=[text], system_message=pipeline.system_message)
+        inputs = pipeline.tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        return int(inputs["input_ids"].shape[-1])
 
     def blank(
         self, transformer: Any, length: int, dtype: torch.dtype, device: torch.device | str
@@ -133,6 +142,9 @@ class Flux2Klein(Flux2):
         negative_prompt: str = "",  # noqa: ARG002  (always the empty one)
     ) -> dict[str, Any]:
         return {"guidance_scale": guidance}
+
+    def text_tokens(self, pipeline: Any, text: str) -> int:
+        return asked_tokens(pipeline, text, enable_thinking=False)
 
     def guidance_problem(self, guidance: float, negative_prompt: str) -> str | None:
         if negative_prompt:

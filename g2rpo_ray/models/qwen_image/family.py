@@ -38,6 +38,7 @@ class QwenImage(Family):
     }
     text_varies = True
     recordable = True
+    has_kernels = True
     published: ClassVar = read_published(__file__)
 
     def pipeline_arguments(self, guidance: float, negative_prompt: str = "") -> dict[str, Any]:
@@ -57,6 +58,10 @@ class QwenImage(Family):
     def encode(self, pipeline: Any, text: str, length: int) -> Conditioning:
         embeds, _ = pipeline.encode_prompt(text, max_sequence_length=length)
         return Conditioning({"text": embeds[0]})
+
+    def text_tokens(self, pipeline: Any, text: str) -> int:
+        whole = pipeline.tokenizer(pipeline.prompt_template_encode.format(text)).input_ids
+        return len(whole) - pipeline.prompt_template_encode_start_idx
 
     def blank(
         self, transformer: Any, length: int, dtype: torch.dtype, device: torch.device | str
@@ -108,12 +113,6 @@ class QwenImage(Family):
 
     def is_modulation(self, name: str) -> bool:
         return name in ("img_mod.1", "txt_mod.1")
-
-    def fuse(self, transformer: Any) -> None:
-        # Needs Triton, which comes with PyTorch only where it is built for cards.
-        from g2rpo_ray.models.qwen_image.fused import fuse
-
-        fuse(transformer)
 
     @property
     def vae_channels(self) -> int:

@@ -50,6 +50,8 @@ class Sd3(Family):
     in_sd_scripts = True
     recordable = True
     token_side = 1
+    cut_by = "tokenizer_3"
+    has_kernels = True
     published: ClassVar = read_published(__file__)
 
     @property
@@ -118,9 +120,3 @@ class Sd3(Family):
 
     def is_modulation(self, name: str) -> bool:
         return name.startswith("norm") and name.endswith("linear")
-
-    def fuse(self, transformer: Any) -> None:
-        # Needs Triton, which comes with PyTorch only where it is built for cards.
-        from g2rpo_ray.models.sd3.fused import fuse
-
-        fuse(transformer)

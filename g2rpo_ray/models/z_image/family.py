@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.family import Family, GuidanceKind, of_qkv, read_published
+from g2rpo_ray.models.family import Family, GuidanceKind, asked_tokens, of_qkv, read_published
 from g2rpo_ray.models.latents import LatentShape, unpacked
 
 
@@ -59,6 +59,9 @@ class ZImage(Family):
             text, do_classifier_free_guidance=False, max_sequence_length=length
         )
         return Conditioning({"text": embeds[0]})
+
+    def text_tokens(self, pipeline: Any, text: str) -> int:
+        return asked_tokens(pipeline, text, enable_thinking=True)
 
     def blank(
         self, transformer: Any, length: int, dtype: torch.dtype, device: torch.device | str
