@@ -153,6 +153,7 @@ class Training:
             f"iterations={max(1, job.max_iterations)}",
             f"learner.learning_rate={job.learning_rate}",
             "learner.ranks=1",
+            "learner.steps_per_pass=1",
             *job.overrides,
         ]
         self.config = config = load_config(job.config, settings)

@@ -175,6 +175,7 @@ def test_dry_run_prints_the_arithmetic_and_writes_the_settings(
         "g2rpo.sde_steps=[0, 1, 2]",
         "g2rpo.granularities=[1, 2]",
         "learner.update=per_sde_step",
+        "learner.steps_per_pass=1",
         "iterations=7",
     ]
     assert train("--dry-run", f"run_dir={run_dir}", *overrides) == 0
