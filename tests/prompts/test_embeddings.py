@@ -83,7 +83,9 @@ def test_prompts_that_are_cut_are_told_once(
     source.write_text("a cat\na red circle left of a green triangle\na dog\n" + "a red cat " * 9)
     config = tiny_config(tmp_path, "prompts.max_sequence_length=6")
     run(config, str(source), tmp_path / "out", Selection(), replace(ONE, shard_size=1))
-    (told,) = [line for line in capsys.readouterr().out.splitlines() if "cut" in line]
+    (told,) = [
+        t for t in capsys.readouterr().out.splitlines() if "prompts.max_sequence_length" in t
+    ]
     assert told.startswith("2 of 4 prompts are cut: up to ")
     assert "prompts.max_sequence_length is 6" in told
 
