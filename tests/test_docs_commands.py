@@ -6,7 +6,7 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -131,15 +131,20 @@ class Parsed(Exception):  # noqa: N818
 
 
 def _script_options(command: Command) -> argparse.Namespace:
-    real = argparse.ArgumentParser.parse_args
     found: list[argparse.Namespace] = []
 
-    def parse_args(self: argparse.ArgumentParser, args: Any = None, _: Any = None) -> NoReturn:
-        found.append(real(self, args))
-        raise Parsed
+    def parses(real: Callable[..., argparse.Namespace]) -> Callable[..., NoReturn]:
+        def parse(self: argparse.ArgumentParser, args: Any = None, _: Any = None) -> NoReturn:
+            found.append(real(self, args))
+            raise Parsed
+
+        return parse
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        # A way that is not here would run the script.
+        for name in ("parse_args", "parse_intermixed_args"):
+            real = getattr(argparse.ArgumentParser, name)
+            patch.setattr(argparse.ArgumentParser, name, parses(real))
         patch.setattr(sys, "argv", [command.name, *command.words[2:]])
         with pytest.raises(Parsed):
             importlib.import_module(command.name).main()
@@ -164,7 +169,7 @@ def needs_card(command: Command, options: argparse.Namespace | None) -> bool:
     if command.words[0] != "g2rpo":
         return (
             command.name == "bench_costs"
-            or (command.name == "rehearse" and "--tiny" not in command.words)
+            or (command.name in ("rehearse", "bench_card") and "--tiny" not in command.words)
             or getattr(options, "cards", 0) not in (0, [0])
         )
     if command.name in ("plan", "download", "score") or getattr(options, "dry_run", False):
