@@ -6,9 +6,9 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 CONFIG ?= configs/quickstart.yaml
 
-# Three processes, on two cores as well: much of the time is waiting. The tests of a file share one,
-# and its Ray cluster. What they start computes with one thread: more would wait for each other.
-PARALLEL ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Two processes: a third makes slow days slower. The tests of a file share one, and its Ray cluster.
+# What they start computes with one thread: more would wait for each other.
+PARALLEL ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # uv is faster, and takes PyTorch's build for the CPU where there is no card. Where an index of its own
 # is out of reach it tries without, and pip, whose settings it does not read, comes last.

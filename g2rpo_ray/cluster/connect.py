@@ -44,6 +44,7 @@ ONLY_THE_DRIVER = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that the processes of a private Ray do not hear; SIGINT Ray keeps from them itself."""
 TOO_LATE = "node timed out during startup"
 """In what Ray raises where its own processes start slowly."""
+LATE_TRIES = 4
 
 
 @contextmanager
@@ -133,16 +134,20 @@ def _end_private() -> None:
 def _start_again_if_late(start: Callable[[], object]) -> None:
     """Ray gives its own node 30 s, which no setting changes and a busy machine can miss."""
     others = set(psutil.Process().children(recursive=True))
-    try:
-        start()
-    except Exception as error:
-        if TOO_LATE not in str(error):
-            raise
-        print("Ray's node needed more than Ray's 30 s, as on a busy machine; once more", flush=True)
-        for process in {*psutil.Process().children(recursive=True)} - others:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        start()
+    for left in reversed(range(LATE_TRIES)):
+        try:
+            start()
+            return
+        except Exception as error:
+            if TOO_LATE not in str(error) or not left:
+                raise
+            print(
+                "Ray's node needed more than Ray's 30 s, as on a busy machine; once more",
+                flush=True,
+            )
+            for process in {*psutil.Process().children(recursive=True)} - others:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 def _prepare_machine() -> str | None:
