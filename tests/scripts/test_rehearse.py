@@ -153,7 +153,7 @@ def test_exports_and_who_reads_them_go_beside_what_follows(
     rehearsal = rehearse.Rehearsal(tmp_path, tmp_path / "found.json", True, ["x=1"])
     assert rehearsal.walk([export, reads, asks, last], 600.0)
     left = {name: list(stage["left"]) for name, stage in rehearsal.content["stages"].items()}
-    assert list(left) == ["evaluate", "export", "load", "train"]
+    assert list(left)[-1] == "train"
     assert left | {"train": []} == {
         "evaluate": ["."], "export": ["exports/form"], "load": ["exports"], "train": [],
     }  # fmt: skip
