@@ -148,7 +148,9 @@ def flash3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     Sums are in one order, whatever the batch. It has no gradients.
 
     Args:
-        q, k, v: bfloat16 ``[B, tokens, heads, D]``, the last axis contiguous.
+        q: bfloat16 ``[B, tokens, heads, D]``, the last axis contiguous.
+        k: like ``q``.
+        v: like ``q``.
 
     Returns:
         ``[B, tokens, heads, D]``, contiguous.

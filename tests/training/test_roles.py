@@ -1,5 +1,6 @@
 """Roles find room whatever the order in which Ray would fill the cards."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from ray.util import placement_group_table
 
+from g2rpo_ray.rewards.server import reward_servers
 from g2rpo_ray.training import roles
 from tests.tiny import tiny_config
 
@@ -36,7 +38,8 @@ def test_workers_keep_their_room_while_reward_servers_take_theirs(
 
     @contextmanager
     def servers(*given: object) -> Iterator[None]:
-        assert given[-1] == waits
+        asked = inspect.signature(reward_servers).bind(*given).arguments
+        assert asked["wait"] == waits
         held_cpus.append(placed_cpus() - before)
         raise StartedError
         yield
