@@ -1,6 +1,7 @@
 """A stand-in for the package fa3-fwd: its operator, of its schema, computed by SDPA on the CPU."""
 
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -48,8 +49,12 @@ def fwd(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out.to(torch.bfloat16).contiguous(), empty, empty, empty
 
 
+# Where the package is installed its operator gets the CPU's part: no name is defined twice.
+with suppress(ImportError, OSError):
+    import fa3_fwd_interface  # noqa: F401
 LIBRARY = torch.library.Library("fa3_fwd", "FRAGMENT")
-LIBRARY.define(SCHEMA)
+if not hasattr(torch.ops.fa3_fwd, "fwd"):
+    LIBRARY.define(SCHEMA)
 LIBRARY.impl("fwd", fwd, "CPU")
 
 

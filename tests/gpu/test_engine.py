@@ -46,6 +46,7 @@ def true_size(tmp_path: Path, *overrides: str, **architecture: int) -> Config:
         "sampling.members=12",
         "rollout.batch_size=8",
         "rollout.decode_batch_size=4",
+        "rollout.gpus_per_worker=1",
         *overrides,
     )
 
@@ -92,13 +93,16 @@ def test_compiled_and_eager_ratios_stay_inside_the_clip_range(tmp_path: Path) ->
 
 def test_flash3_is_as_near_to_the_eager_learner_as_cudnn(tmp_path: Path) -> None:
     pytest.importorskip("fa3_fwd_interface")
+    configs = {
+        attention: true_size(tmp_path / attention, f"rollout.attention={attention}", **FEW_BLOCKS)
+        for attention in ("cudnn", "flash3")
+    }
     x, embeds = torch.randn(8, 2025, 64, device=CARD), random_embeds()
     sigma = torch.linspace(0.9, 0.2, 8, device=CARD)
     with torch.no_grad():
         expected = load_policy(true_size(tmp_path / "eager", **FEW_BLOCKS), CARD)(x, sigma, embeds)
     errors = {}
-    for attention in ("cudnn", "flash3"):
-        config = true_size(tmp_path / attention, f"rollout.attention={attention}", **FEW_BLOCKS)
+    for attention, config in configs.items():
         engine = RolloutEngine(config, CARD)
         assert engine.warnings == []
         assert f"attention {attention}, compiled" in engine.description
