@@ -212,6 +212,9 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     recipes, at_once = options.recipes, options.together
+    for recipe in recipes:
+        # What is not allowed is told before the first one takes its minutes.
+        make_config(recipe, options)
     for first in range(0, len(recipes), at_once):
         run_together(recipes[first : first + at_once], options, sys.argv[1:])
     rows = []

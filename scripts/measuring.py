@@ -35,6 +35,8 @@ T = TypeVar("T")
 def settings(*names: str) -> list[str]:
     """Overrides: those that ``settings.yaml`` has under these names, in their order."""
     known = yaml.safe_load((ROOT / "scripts" / "settings.yaml").read_text(encoding="utf-8"))
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"scripts/settings.yaml has no {', '.join(unknown)}: add it there")
     return [f"{key}={json.dumps(value)}" for name in names for key, value in known[name].items()]
 
 

@@ -1,6 +1,7 @@
 """scripts/bench_families.py: settings, turns on a card, and what it makes of the stages."""
 
 import argparse
+import sys
 import threading
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.plan.costs import load_costs
 from g2rpo_ray.plan.plan import make_plan
@@ -49,6 +51,26 @@ def test_the_plan_is_within_a_tenth_of_what_was_measured(
     plan = make_plan(bench.make_config(options.recipes[0], options), load_costs(), None, "H200")
     assert plan.configured is not None
     assert plan.configured.iteration_s == pytest.approx(measured_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["flux_g2rpo_hps_lora"], r"settings\.yaml has no flux_g2rpo_hps_lora"),
+        (["z_image_g2rpo_hps_lora", "rollout.attention=flash3", "rollout.compile=false"], "flash3"),
+    ],
+)
+def test_what_is_not_allowed_is_told_before_anything_starts(
+    bench: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--out", str(tmp_path), *arguments])
+    monkeypatch.setattr(bench, "run_together", lambda *_: pytest.fail("it started"))
+    with pytest.raises((SystemExit, ConfigError), match=said):
+        bench.main()
 
 
 @pytest.mark.parametrize("name", RECIPES)
