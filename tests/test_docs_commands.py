@@ -2,19 +2,17 @@
 there, and it runs in a test, or the page says that it needs a card."""
 
 import argparse
-import importlib
 import re
 import shlex
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 
 from g2rpo_ray import cli
 from g2rpo_ray.config import Config, load_config
+from tests.scripts.loading import script_options
 
 PROJECT = Path(__file__).parents[1]
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -123,32 +121,7 @@ def parsed(command: Command) -> argparse.Namespace | None:
         assert len(words) == 5
         assert (PROJECT / f"{words[2].replace('.', '/')}.py").is_file()
         return None
-    return _script_options(command)
-
-
-class Parsed(Exception):  # noqa: N818
-    """A script's parser has taken its arguments."""
-
-
-def _script_options(command: Command) -> argparse.Namespace:
-    found: list[argparse.Namespace] = []
-
-    def parses(real: Callable[..., argparse.Namespace]) -> Callable[..., NoReturn]:
-        def parse(self: argparse.ArgumentParser, args: Any = None, _: Any = None) -> NoReturn:
-            found.append(real(self, args))
-            raise Parsed
-
-        return parse
-
-    with pytest.MonkeyPatch.context() as patch:
-        # A way that is not here would run the script.
-        for name in ("parse_args", "parse_intermixed_args"):
-            real = getattr(argparse.ArgumentParser, name)
-            patch.setattr(argparse.ArgumentParser, name, parses(real))
-        patch.setattr(sys, "argv", [command.name, *command.words[2:]])
-        with pytest.raises(Parsed):
-            importlib.import_module(command.name).main()
-    return found[0]
+    return script_options(command.name, command.words[2:])
 
 
 def settings_of(options: argparse.Namespace) -> Config | None:
@@ -181,6 +154,21 @@ def needs_card(command: Command, options: argparse.Namespace | None) -> bool:
         return command.name != "export"
     config = settings_of(options) if options is not None else None
     return config is not None and config.rollout.gpus_per_worker > 0
+
+
+IN_LINES = {
+    " ".join(span.split()): page.name
+    for page in (*PAGES, PROJECT / "CONTRIBUTING.md")
+    for block in re.split("^```", page.read_text(), flags=re.MULTILINE)[::2]
+    for span in re.findall(r"`python scripts/(\w+\.py\s[^`]+)`", block)
+}
+"""Scripts' commands in a text's lines -> its page."""
+
+
+@pytest.mark.parametrize("span", IN_LINES)
+def test_a_command_in_a_line_has_all_that_its_script_wants(span: str) -> None:
+    script, *words = shlex.split(re.sub(r"\b[A-Z]\b", "1", span))
+    assert script_options(script.removesuffix(".py"), words), IN_LINES[span]
 
 
 def test_the_pages_show_the_commands_of_every_kind() -> None:

@@ -4,10 +4,12 @@ import argparse
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from g2rpo_ray.config import load_config
@@ -101,3 +103,42 @@ def test_a_recipe_keeps_the_rewards_that_it_trains_on(bench: ModuleType, tmp_pat
     written, own = load_config(recipe), load_config(RECIPE)
     assert list(written.rewards) == ["hps"]
     assert written.model_copy(update={"rewards": own.rewards}) == own
+
+
+DRIVER = """
+import subprocess, sys
+asleep = ["-c", "import time; time.sleep(60)"]
+for title in ("ray::FrozenHolder", "ray::RolloutActor"):
+    print(subprocess.Popen([title, *asleep], executable=sys.executable).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_holder_of_this_run_is_killed_when_so_many_iterations_are_recorded(
+    bench: ModuleType, tmp_path: Path
+) -> None:
+    asleep = ["ray::FrozenHolder", "-c", "import time; time.sleep(60)"]
+    with (
+        subprocess.Popen(asleep, executable=sys.executable) as of_another,
+        subprocess.Popen(
+            [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as driver,
+    ):
+        assert driver.stdout is not None
+        holder, worker = (psutil.Process(int(driver.stdout.readline())) for _ in range(2))
+        watch = threading.Thread(target=bench.kill_holder, args=(driver.pid, tmp_path, 2))
+        watch.start()
+        record = '{"iteration": %d, "kind": "train"}\n'
+        (tmp_path / "metrics.jsonl").write_text(record % 1)
+        watch.join(0.5)
+        assert watch.is_alive()
+        assert holder.status() != psutil.STATUS_ZOMBIE
+        (tmp_path / "metrics.jsonl").write_text(record % 1 + record % 2)
+        watch.join(60)
+        assert not watch.is_alive()
+        assert holder.status() == psutil.STATUS_ZOMBIE
+        assert worker.status() != psutil.STATUS_ZOMBIE
+        assert of_another.poll() is None
+        for process in (worker, of_another):
+            process.kill()
+        driver.communicate()

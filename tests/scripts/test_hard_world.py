@@ -7,9 +7,11 @@ from types import ModuleType
 
 import pytest
 
+import measuring
 from comparing.runs import BASE, Job, Point, Result
+from g2rpo_ray.config import load_config
 from tests.integration.command import ROOT
-from tests.scripts.loading import load_script
+from tests.scripts.loading import load_script, script_options
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +112,19 @@ def test_the_world_is_where_the_settings_look(script: ModuleType, tmp_path: Path
     assert text.count(str(folder.world)) == 9
     assert "runs/hard/world" not in text
     assert "gpus_per_worker: 0" in text
+
+
+@pytest.mark.parametrize("cards", [0, 1])
+def test_every_task_is_a_command_line_that_its_script_takes(
+    script: ModuleType, tmp_path: Path, cards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    folder = script.Folder(tmp_path)
+    script.write_settings(folder, "full", cards)
+    tasks = [task for wave in script.waves(folder, "full", cards) for task in wave]
+    assert len(tasks) == 7
+    for program, *arguments in (task.command for task in tasks):
+        options = script_options(program.removesuffix(".py"), [*arguments, "--limit-s", "60"])
+        assert options.limit_s == 60
+    shared = measuring.settings("shared_card") if cards else []
+    assert load_config(folder.settings, shared).rollout.gpus_per_worker == cards

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.scripts.loading import SCRIPTS, load_script
+from g2rpo_ray import cli
+from g2rpo_ray.config import load_config
+from tests.scripts.loading import SCRIPTS, load_script, script_options
 
 ROOT = SCRIPTS.parent
 RECIPES = sorted((ROOT / "configs").glob("flux*.yaml"))
@@ -56,6 +58,16 @@ def test_every_recipe_has_its_path(
         "evaluate", "sample", "quickstart",
     ]  # fmt: skip
     assert (config.seed, config.sampling.members) == (3, 4)
+    for arguments in (stage.arguments for stage in stages):
+        if arguments[:2] == rehearse.CLI:
+            given = cli._parse(arguments[2:])
+            # The run's own settings are written by then.
+            source = getattr(given, "config", None)
+            if source is not None and Path(source).is_absolute():
+                load_config(source, given.overrides)
+        elif arguments[0] != "-c":
+            given = script_options(Path(arguments[0]).stem, arguments[1:])
+            load_config(given.recipe, given.overrides)
 
 
 def test_a_good_stage_says_what_it_left(rehearse: ModuleType, tmp_path: Path) -> None:
