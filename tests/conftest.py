@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from g2rpo_ray.cluster.connect import _start_again_if_late, worker_environment
+from g2rpo_ray.cluster.connect import start_again_if_late, worker_environment
 
 # A pool of compilers starts a Python with PyTorch for each core, more than it saves on few cores.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -86,6 +86,6 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # One start at a time: Ray gives up a node that is not there within 30 s.
     with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _start_again_if_late(start)
+        start_again_if_late(start)
     yield
     ray.shutdown()
