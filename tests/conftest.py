@@ -65,6 +65,19 @@ def golden_dir() -> Path:
     return Path(__file__).parent / "golden"
 
 
+@pytest.fixture
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undoes ``compute_the_same_bits`` and ``add_in_one_order``."""
+    from torch._inductor import config as compiler
+
+    # Set, so that what is set meanwhile is undone.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.use_deterministic_algorithms(False)
+    compiler.deterministic = torch.backends.cudnn.deterministic = False
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """The networks are small: more threads would only wait for each other."""
