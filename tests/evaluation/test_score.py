@@ -471,6 +471,20 @@ def test_rank_correlation() -> None:
     assert rank_correlation_within(rising, rising, groups) == pytest.approx(1)
 
 
+def test_a_caption_that_is_empty_says_so(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "p", ["a.png", "b.png", "c.png"])
+    (folder / "a.txt").write_text(" \n")
+    (folder / "b.txt").write_text("\u200b")
+    rows, _ = run(folder, tmp_path / "out", overrides("bright"))
+    for name, cause in (
+        ("a", "the prompt is empty"),
+        ("b", "the prompt is empty"),
+        ("c", "it has no prompt"),
+    ):
+        assert rows[f"{name}.png"]["bright"] is None
+        assert rows[f"{name}.png"]["problem"] == f"bright: {cause}"
+
+
 @pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("where", ["file", "override"])
