@@ -46,7 +46,6 @@ def test_served_and_in_process_give_the_same(
     assert "no words in the prompt file" in found[True]["2_0.png"]["problem"]
 
 
-@pytest.mark.usefixtures("as_it_was")
 def test_servers_compute_the_same_bits_where_a_run_is_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,5 +54,6 @@ def test_servers_compute_the_same_bits_where_a_run_is_to(
     choosy += ["rewards.choosy.options.target='tests.rewards.fakes:ChoosyScorer'"]
     config = load_scoring(None, [], [*choosy, "model.deterministic=true"])
     folder = folder_of(tmp_path / "p", ["a.png"])
+    (folder / "a.txt").write_text("a cat")
     score(config, folder, None, tmp_path / "out", on_ray=True)
     assert rows_of(tmp_path / "out")["a.png"]["choosy"] == 1
