@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from g2rpo_ray.cluster.connect import _start_again_if_late, worker_environment
+from g2rpo_ray.cluster.connect import start_again_if_late, worker_environment
 
 # A pool of compilers starts a Python with PyTorch for each core, more than it saves on few cores.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -65,6 +65,19 @@ def golden_dir() -> Path:
     return Path(__file__).parent / "golden"
 
 
+@pytest.fixture
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undoes ``compute_the_same_bits`` and ``add_in_one_order``."""
+    from torch._inductor import config as compiler
+
+    # Set, so that what is set meanwhile is undone.
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.use_deterministic_algorithms(False)
+    compiler.deterministic = torch.backends.cudnn.deterministic = False
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """The networks are small: more threads would only wait for each other."""
@@ -86,6 +99,6 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     # One start at a time: Ray gives up a node that is not there within 30 s.
     with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _start_again_if_late(start)
+        start_again_if_late(start)
     yield
     ray.shutdown()

@@ -78,7 +78,7 @@ def ray_cluster(settings: ClusterSection) -> Iterator[bool]:
     try:
         if private:
             with _kept_from_children(ONLY_THE_DRIVER):
-                _start_again_if_late(start)
+                start_again_if_late(start)
         else:
             start()
     except Exception as error:
@@ -131,7 +131,7 @@ def _end_private() -> None:
             process.kill()
 
 
-def _start_again_if_late(start: Callable[[], object]) -> None:
+def start_again_if_late(start: Callable[[], object]) -> None:
     """Ray gives its own node 30 s, which no setting changes and a busy machine can miss."""
     others = set(psutil.Process().children(recursive=True))
     for left in reversed(range(LATE_TRIES)):

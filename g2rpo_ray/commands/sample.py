@@ -43,4 +43,4 @@ def run(options: argparse.Namespace) -> None:
         average=options.average,
     )
     for path in sample(config, asked, options.out):
-        print(path)
+        print(path, flush=True)

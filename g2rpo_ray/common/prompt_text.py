@@ -1,5 +1,6 @@
 """A prompt that carries what its file says of it beside the text."""
 
+import unicodedata
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -22,6 +23,11 @@ class PromptText(str):
         self = super().__new__(cls, text)
         self.metadata = metadata or {}
         return self
+
+
+def is_blank(text: str) -> bool:
+    """Whether nothing of it can be seen: white space and format characters (of no width) alone."""
+    return all(c.isspace() or unicodedata.category(c) == "Cf" for c in text)
 
 
 def metadata_of(prompt: str) -> Mapping[str, Any]:

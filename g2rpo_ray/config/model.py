@@ -50,9 +50,10 @@ class ModelSection(Section):
     channel, widened to ``dtype`` for every product, by rollout, learner, evaluation and samples
     alike. It changes the function that is trained on: docs/plan.md has the price."""
     deterministic: bool = False
-    """Rollout workers, ranks, encoders and scorers compute the same bits in every run on the same
-    kind of card, to compare two runs: no compiled kernel is chosen by its time, and backward passes
-    add in one order. The CPU needs no such thing."""
+    """Rollout workers, ranks, encoders and scorers (of ``g2rpo score``, too) compute the same bits
+    in every run on the same kind of card, to compare two runs: no compiled kernel is chosen by its
+    time, and backward passes add in one order. The CPU needs no such thing. Scorers that ask a
+    server (``judge``, ``unified_reward``, ``http``) get what that server computes."""
     truncate_timesteps: bool = False
     """Truncate sigma * 1000 to an integer as published code does; diffusers' pipeline does not."""
 

@@ -12,6 +12,9 @@ from g2rpo_ray.config.operation import ClusterSection
 from g2rpo_ray.rewards.registry import SCORERS
 from g2rpo_ray.rewards.section import RewardSection
 
+SINGLE = ("prompts.key", "model.deterministic")
+"""All that is read of their sections."""
+
 
 class CaptionsSection(Section):
     """The texts that pictures were made for."""
@@ -20,12 +23,20 @@ class CaptionsSection(Section):
     """As ``prompts.key`` of a run."""
 
 
+class ScoringModelSection(Section):
+    """How the models of all scorers compute."""
+
+    deterministic: bool = False
+    """As ``model.deterministic`` of a run."""
+
+
 class ScoringConfig(Section):
     """Sections of a run's configuration that scoring needs; it has no others."""
 
     rewards: dict[str, RewardSection] = Field(min_length=1)
     cluster: ClusterSection = ClusterSection()
     prompts: CaptionsSection = CaptionsSection()
+    model: ScoringModelSection = ScoringModelSection()
 
 
 def load_scoring(
@@ -41,10 +52,10 @@ def load_scoring(
         ConfigError: a name is neither, the file cannot be read, or a value is wrong.
     """
     for override in overrides:
-        if not override.startswith(("rewards.", "cluster.", "prompts.key=")):
+        if not override.startswith(("rewards.", "cluster.", *(f"{name}=" for name in SINGLE))):
             raise ConfigError(
-                f"override {override.partition('=')[0]!r}: scoring reads rewards.*, cluster.* and "
-                "prompts.key alone"
+                f"override {override.partition('=')[0]!r}: scoring reads rewards.*, cluster.*, "
+                f"{' and '.join(SINGLE)} alone"
             )
     file = path / "config.yaml" if path and path.is_dir() else path
     tree = read_settings(file, overrides) if file else with_overrides({}, overrides)
@@ -64,8 +75,9 @@ def load_scoring(
             "no reward: name kinds of scorers with --reward, or a configuration with --config"
         )
     known = {"rewards": chosen, "cluster": tree.get("cluster", {})}
-    if isinstance(prompts := tree.get("prompts"), dict) and "key" in prompts:
-        known["prompts"] = {"key": prompts["key"]}
+    for section, key in (name.split(".") for name in SINGLE):
+        if isinstance(found := tree.get(section), dict) and key in found:
+            known[section] = {key: found[key]}
     try:
         return ScoringConfig.model_validate(known)
     except ValidationError as error:

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from g2rpo_ray.common.device import describe_device
-from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.files import check_room, replace_text
 from g2rpo_ray.common.prompt_text import category_of, metadata_of
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.draw import Drawing
 from g2rpo_ray.evaluation.gallery import write_gallery
-from g2rpo_ray.evaluation.records import Records, check_folder
+from g2rpo_ray.evaluation.records import Records, check_folder, picture_files
 from g2rpo_ray.evaluation.rows import EvaluationError, Row, make_rows, parse_weights
 from g2rpo_ray.evaluation.table import (
     DIVERSITY,
@@ -32,7 +32,7 @@ from g2rpo_ray.rewards.prompts import check_prompts
 from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.roles import launch_rollout
-from g2rpo_ray.training.settings import at_deployment_size, size_words
+from g2rpo_ray.training.settings import at_deployment_size, png_files, size_words
 
 PINS = "weights"
 """Folder, inside the evaluation's, of the weights that it still draws with, by label."""
@@ -56,6 +56,7 @@ def evaluate(
 
     Raises:
         EvaluationError: something asked for cannot be; the folder belongs to another evaluation.
+        DiskError: the folder's disk has no room for the pictures.
     """
     check_model(config)
     check_rewards(config)
@@ -68,6 +69,10 @@ def evaluate(
     pins, before = folder / PINS, set((folder / PINS).glob("*"))
     try:
         rows = make_rows(parse_weights(config, checkpoints, pins), steps, hybrids)
+        wanted = len(rows) * len(prompts) * config.evaluation.pictures_per_prompt
+        files = png_files(config, max(0, wanted - len(picture_files(folder))))
+        fewer = "fewer with evaluation.prompts or evaluation.pictures_per_prompt"
+        check_room(folder, files.size_bytes, f"{files.words} ({fewer})")
         records = Records(folder, _request(config, rows, prompts))
     except BaseException:
         _unpin(set(pins.glob("*")) - before)

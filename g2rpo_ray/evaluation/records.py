@@ -21,7 +21,7 @@ from g2rpo_ray.evaluation.rows import EvaluationError, Row
 from g2rpo_ray.evaluation.statistics import Floats
 from g2rpo_ray.rollout.answers import HeldoutPictures
 
-REQUEST = "request.json"
+REQUEST, PICTURES = "request.json", "pictures"
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ def check_folder(folder: Path) -> None:
         raise EvaluationError(
             f"{folder}: not empty and no evaluation (no {REQUEST}); name another folder with --out"
         )
+
+
+def picture_files(folder: Path) -> list[Path]:
+    """Of all rows so far."""
+    return list((folder / PICTURES).glob("*/*.png"))
 
 
 class Records:
@@ -94,7 +99,7 @@ class Records:
 
     def add(self, row: str, results: Sequence[HeldoutPictures]) -> None:
         """Keep pictures, then the line that says that they are whole."""
-        target = self.folder / "pictures" / row
+        target = self.folder / PICTURES / row
         with writing(target):
             target.mkdir(parents=True, exist_ok=True)
         for result in results:

@@ -1,21 +1,27 @@
 """Drawing pictures with trained or published weights, in this process, without Ray."""
 
+import math
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from PIL import Image
 from torch import Tensor
 
 from g2rpo_ray.common.device import describe_device, role_device
-from g2rpo_ray.common.files import make_writable, replacing
+from g2rpo_ray.common.files import check_room, make_writable, replacing, writing
+from g2rpo_ray.common.formatting import format_seconds, format_size
+from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.prompt_text import is_blank
 from g2rpo_ray.config import Config
 from g2rpo_ray.maths import noise
 from g2rpo_ray.models.conditioning import Conditioning
-from g2rpo_ray.models.families import negative_prompt
+from g2rpo_ray.models.families import latents_of, negative_prompt, open_family
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.models.loading import DTYPES, check_model, load_part
 from g2rpo_ray.models.policy import Policy
@@ -26,7 +32,10 @@ from g2rpo_ray.run.weights import SampleError, Source, load_source
 from g2rpo_ray.sampling.engine import schedule_of
 from g2rpo_ray.sampling.evaluator import Evaluator
 from g2rpo_ray.sampling.sampler import Sampler
-from g2rpo_ray.training.settings import at_deployment_size, size_words
+from g2rpo_ray.training.settings import at_deployment_size, png_files, size_words
+
+LINE_S = 5.0
+"""Between two lines about the progress."""
 
 
 @dataclass(frozen=True)
@@ -48,35 +57,47 @@ class SampleOptions:
     """Of a checkpoint, the moving average of the weights (``learner.ema_decay``)."""
 
 
-def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
+def sample(config: Config, options: SampleOptions, folder: Path) -> Iterator[Path]:
     """Draw by ODE as an evaluation does, with its size and steps, and save PNG files, where the
-    run's workers draw.
+    run's workers draw; ``rollout.batch_size`` pictures of a prompt at a time.
 
     That is on a card, or with ``rollout.gpus_per_worker`` 0 on the CPU.
 
-    Returns:
-        Paths, ``<prompt number>_<picture number>.png``, in the order of prompts.
+    Yields:
+        Paths, ``<prompt number>_<picture number>.png``, in the order of prompts, as they are saved.
 
     Raises:
-        SampleError: a prompt is a file's name, ``trained_steps`` is not among the steps,
+        SampleError: a prompt is empty or a file's name, ``trained_steps`` is not among the steps,
             ``folder`` cannot be written, or latents are not finite.
-        DiskError: the disk of ``folder`` is full or read-only.
+        DiskError: the disk of ``folder`` is too small, full or read-only.
         DeviceError: a card is asked for, and there is none.
         ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
             be used.
     """
     for prompt in options.prompts:
+        if is_blank(prompt):
+            raise SampleError(
+                f"--prompt {prompt!r}: the prompt is empty: write what the picture shall show"
+            )
         if os.path.isfile(prompt):  # noqa: PTH113 - Path.is_file raises where a text is long
             raise SampleError(f"--prompt {prompt}: it takes the text itself, and this is a file")
     switch = _switch(config, options)
     check_model(config)
     config = at_deployment_size(config)
+    pictures = len(options.prompts) * options.pictures_per_prompt
+    files = png_files(config, pictures)
+    is_hybrid = 0 < switch < config.evaluation.steps
+    waiting_bytes = pictures * _latents_bytes(config) if is_hybrid else 0
+    latents = ", with the latents at the switch," * is_hybrid
+    what = f"{files.words}{latents} (fewer with --count)"
+    check_room(folder, files.size_bytes + waiting_bytes, what)
     make_writable(folder, SampleError, "--out")
     gpus, setting = config.rollout.gpus_per_worker, "rollout.gpus_per_worker"
     device = role_device(gpus, setting)
     # Beside the paths, which scripts read.
     where, size = describe_device(gpus, setting), size_words(config)
-    print(f"drawing {size} on: {where}", file=sys.stderr, flush=True)
+    most = f"pictures: {pictures}, up to {format_size(files.size_bytes)}"
+    print(f"drawing {size} on: {where}; {most}", file=sys.stderr, flush=True)
     source = load_source(config, options.checkpoint, options.average)
     source.policy.to(device)
     encoder = text_encoder(config, device)
@@ -85,12 +106,71 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> list[Path]:
         print(told, file=sys.stderr, flush=True)
     embeds = [encoder.encode(prompt).to(device) for prompt in options.prompts]
     del encoder  # its memory, which may be half of the card's
-    shape = source.policy.shape
-    start = start_noise(shape, options.seed, options.pictures_per_prompt).to(device)
-    latents = walk(config, source, start, embeds, switch)
-    for prompt, x0 in zip(options.prompts, latents, strict=True):
-        check_finite(x0, prompt, f"--checkpoint {options.checkpoint}")
-    return _save(picture_decoder(config, source.policy, device), latents, folder)
+    yield from _draw(config, options, source, embeds, switch, folder)
+
+
+def _draw(
+    config: Config,
+    options: SampleOptions,
+    source: Source,
+    embeds: Sequence[Conditioning],
+    switch: int,
+    folder: Path,
+) -> Iterator[Path]:
+    """Pictures, a part at a time; at the schedule's index ``switch`` the base model takes over."""
+    steps, shape, device = config.evaluation.steps, source.policy.shape, embeds[0].device
+    sampler = make_sampler(config, source.policy, steps)
+    decoder = picture_decoder(config, source.policy, device)
+    progress = _Progress(len(embeds) * options.pictures_per_prompt, steps, sampler.exact)
+
+    def parts() -> Iterator[tuple[int, range]]:
+        numbers, size = range(options.pictures_per_prompt), config.rollout.planned_batch_size
+        for prompt in range(len(embeds)):
+            for first in range(0, len(numbers), size):
+                yield prompt, numbers[first : first + size]
+
+    # Weights change once, not with every part: latents wait on the disk for it.
+    with writing(folder), TemporaryFile(dir=folder) as waiting:
+        is_hybrid = 0 < switch < steps
+        for prompt, numbers in parts() if is_hybrid else ():
+            x = start_noise(shape, options.seed, numbers).to(device)
+            x = sampler.arrive(x, embeds[prompt], 0, switch)
+            waiting.write(x.cpu().numpy().tobytes())
+            progress.tell(0)
+        waiting.seek(0)
+        if switch < steps:
+            source.back_to_base()
+        saved = 0
+        for prompt, numbers in parts():
+            x = start_noise(shape, options.seed, numbers)
+            if is_hybrid:
+                content = bytearray(waiting.read(x.nbytes))
+                x = torch.frombuffer(content, dtype=x.dtype).view_as(x)
+            x0 = sampler.arrive(x.to(device), embeds[prompt], switch if is_hybrid else 0)
+            check_finite(x0, options.prompts[prompt], f"--checkpoint {options.checkpoint}")
+            for number, picture in zip(numbers, decoder.decode(x0), strict=True):
+                path = folder / f"{prompt}_{number}.png"
+                with replacing(path) as temporary:
+                    Image.fromarray(picture.numpy()).save(temporary, "PNG")
+                yield path
+            saved += len(numbers)
+            progress.tell(saved)
+
+
+class _Progress:
+    """Says after the first part, and then every ``LINE_S``, how long the rest will take."""
+
+    def __init__(self, pictures: int, steps: int, evaluate: Evaluator) -> None:
+        self._pictures, self._total, self._evaluate = pictures, pictures * steps, evaluate
+        self._started_s, self._told_s = time.monotonic(), -math.inf
+
+    def tell(self, saved: int) -> None:
+        now_s, done = time.monotonic(), self._evaluate.evaluations
+        if saved == self._pictures or now_s - self._told_s < LINE_S:
+            return
+        self._told_s = now_s
+        left = format_seconds((now_s - self._started_s) * (self._total - done) / done)
+        print(f"{saved} of {self._pictures} pictures, {left} left", file=sys.stderr, flush=True)
 
 
 def _switch(config: Config, options: SampleOptions) -> int:
@@ -109,28 +189,21 @@ def text_encoder(config: Config, device: torch.device) -> TextEncoder:
     return TextEncoder(config.model, length, str(device), negative)
 
 
-def start_noise(shape: LatentShape, seed: int, pictures: int) -> Tensor:
-    """float32 ``[J, tokens, channels]``, the same for every prompt."""
-    numbers = range(pictures)
+def _latents_bytes(config: Config) -> int:
+    """Of one picture, float32."""
+    shape = latents_of(config, open_family(resolve_path(config.model.path)))
+    return 4 * math.prod(shape.packed)
+
+
+def start_noise(shape: LatentShape, seed: int, numbers: range) -> Tensor:
+    """float32 ``[J, tokens, channels]`` of J pictures of a prompt, the same for every prompt."""
     return torch.stack([noise.normal(shape.packed, "sample", seed, n) for n in numbers])
 
 
-def walk(
-    config: Config, source: Source, start: Tensor, embeds: Sequence[Conditioning], switch: int
-) -> list[Tensor]:
-    """Latents x_0 of each prompt, shaped as ``start``, by ODE with ``evaluation.steps``; the base
-    model takes over at the schedule's index ``switch``."""
-    steps = config.evaluation.steps
-    evaluate = Evaluator(source.policy, config.rollout.planned_batch_size)
-    sampler = Sampler(evaluate, schedule_of(config.sampling, steps, source.policy))
-    latents = [start] * len(embeds)
-    if switch > 0:
-        latents = [sampler.trajectory(start, e, 0, switch).x0 for e in embeds]
-    if switch < steps:
-        source.back_to_base()
-        pairs = zip(latents, embeds, strict=True)
-        latents = [sampler.trajectory(x, e, switch, steps).x0 for x, e in pairs]
-    return latents
+def make_sampler(config: Config, policy: Policy, steps: int) -> Sampler:
+    """Draws as an evaluation with so many steps."""
+    evaluate = Evaluator(policy, config.rollout.planned_batch_size)
+    return Sampler(evaluate, schedule_of(config.sampling, steps, policy))
 
 
 def check_finite(x0: Tensor, prompt: str, weights: str) -> None:
@@ -139,7 +212,7 @@ def check_finite(x0: Tensor, prompt: str, weights: str) -> None:
     if broken:
         raise SampleError(
             f"{weights}: {broken} of {len(x0)} pictures have latents that are not finite, prompt "
-            f"{prompt!r:.80}; nothing is saved. Draw from an earlier checkpoint, or with "
+            f"{prompt!r:.80}; none of these is saved. Draw from an earlier checkpoint, or with "
             "model.dtype: float32"
         )
 
@@ -154,13 +227,3 @@ def picture_decoder(config: Config, policy: Policy, device: torch.device) -> Pic
         config.rollout.decode_batch_size,
         tiled=largest_px > config.rollout.decode_tile_above_px,
     )
-
-
-def _save(decoder: PictureDecoder, latents: Sequence[Tensor], folder: Path) -> list[Path]:
-    paths = []
-    for prompt_number, x0 in enumerate(latents):
-        for number, picture in enumerate(decoder.decode(x0)):
-            paths.append(folder / f"{prompt_number}_{number}.png")
-            with replacing(paths[-1]) as temporary:
-                Image.fromarray(picture.numpy()).save(temporary, "PNG")
-    return paths

@@ -57,14 +57,14 @@ def answers_of(
                     "rank may hang in a collective, see the ranks' logs"
                 ) from None
         except ray.exceptions.RayTaskError as error:
-            raise (_as_it_says(error.cause, phase) or _failure(refs, phase)) from error
+            raise (as_it_says(error.cause, phase) or _failure(refs, phase)) from error
         except ray.exceptions.RayActorError as error:
             raise RankLostError(
                 f"learner: a rank died during '{phase}': {first_line(error)}"
             ) from error
 
 
-def _as_it_says(cause: Exception, phase: str) -> Exception | None:
+def as_it_says(cause: Exception, phase: str) -> Exception | None:
     """What to raise for a cause that needs no word from the other ranks."""
     if isinstance(cause, ray.exceptions.ObjectLostError):
         return GroupsLostError(f"learner: '{phase}': {first_line(cause)}")
@@ -86,7 +86,7 @@ def _failure(refs: list[ray.ObjectRef], phase: str) -> Exception:
         if cause is not None or ref not in done:
             told.setdefault(_in_words(cause), []).append(str(rank))
     for cause in causes:
-        if (said := _as_it_says(cause, phase)) is not None:
+        if (said := as_it_says(cause, phase)) is not None:
             return said
     message = f"learner: '{phase}': " + "; ".join(
         f"rank {', '.join(ranks)} {words}" for words, ranks in told.items()

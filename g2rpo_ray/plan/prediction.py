@@ -103,7 +103,7 @@ class Predictor:
 
     def __init__(self, config: Config, table: CostTable, card: str) -> None:
         """Raises CostsError where the card, or a pass that is needed, was not measured."""
-        self.config, self.card = config, card
+        self.config, self.card, self._algorithm = config, card, make_algorithm(config)
         family, _ = planned_family(config.model.path)
         self.costs = table.of(card).of_family(family.pipeline)
         self.size: PolicySize = policy_size(config)
@@ -113,7 +113,7 @@ class Predictor:
     @cached_property
     def work(self) -> PromptWork:
         """Of a prompt of the first iteration."""
-        algorithm = make_algorithm(self.config)
+        algorithm = self._algorithm
         counts = algorithm.counts(0)
         batch, members = self.config.rollout.planned_batch_size, self.config.sampling.members
         # Of several SDE steps in one pass, each has one batch.
@@ -200,7 +200,7 @@ class Predictor:
         """All evaluations of a prompt."""
         work, tflop = self.work, self.size.evaluation.tflop
         exact = self._as_rollout("evaluation", "evaluation_compiled")
-        algorithm = make_algorithm(self.config)
+        algorithm = self._algorithm
         float8 = algorithm.float8_evaluations() if isinstance(algorithm, G2rpo) else 0
         batches = math.ceil(float8 / self.config.rollout.planned_batch_size)
         seconds = self.costs.pass_cost(exact).time_s(

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.common.prompt_text import PromptText
+from g2rpo_ray.common.prompt_text import PromptText, is_blank
 
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
 _PARQUET, _ARROW_FILE, _ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
@@ -273,8 +273,9 @@ def _lines(path: Path, text: str, key: str) -> Iterator[tuple[str, PromptText]]:
     """Lines that are not empty, without a first one that is a column's name."""
     first = True
     for number, line in enumerate(text.split("\n"), start=1):
-        if not (prompt := line.strip().strip(_BLANK)):
+        if is_blank(line):
             continue
+        prompt = line.strip().strip(_BLANK)
         if _JSON_START.match(prompt) or _ONLY_MARKS.match(prompt):
             raise _not_understood(f"{path}, line {number}: {prompt!r:.60} is no prompt", text)
         if not first or prompt.lower() != key.lower():
@@ -297,7 +298,7 @@ def _text(value: object, place: str) -> str:
     if not isinstance(value, str):
         raise PromptFileError(f"{place}: expected a text, found {value!r:.60}")
     text = value.strip()
-    if not text:
+    if is_blank(text):
         raise PromptFileError(f"{place}: the prompt is empty")
     try:
         text.encode()

@@ -226,7 +226,7 @@ def _deployment(
         ray_actor_options={
             "num_cpus": reward.cpus_per_replica,
             "num_gpus": reward.gpus_per_replica,
-            "runtime_env": _with_probe(reward),
+            "runtime_env": replica_environment(reward),
             "label_selector": reward.label_selector,
         },
         autoscaling_config=AutoscalingConfig(
@@ -247,7 +247,7 @@ def _deployment(
     return deployment.bind(name, served, deterministic)
 
 
-def _with_probe(reward: RewardSection) -> dict[str, Any]:
+def replica_environment(reward: RewardSection) -> dict[str, Any]:
     """The replica's runtime environment, in which Serve gives up a scorer that hangs.
 
     Serve starts replicas without the environment of the run's other roles.

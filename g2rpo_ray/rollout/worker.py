@@ -265,7 +265,7 @@ class RolloutWorker:
             latents = torch.stack(noises)
         sampler = self.engine.sampler(draw.steps)
         start = latents.to(self.device)
-        return sampler.trajectory(start, prompt.embeds.to(self.device), draw.first, draw.last).x0
+        return sampler.arrive(start, prompt.embeds.to(self.device), draw.first, draw.last)
 
     def _result(self, scores: PendingScores) -> dict[str, Tensor]:
         with self.own_time.waiting(lambda: scores.waiting_for):

@@ -87,6 +87,14 @@ class Sampler:
         indices = range(first, (self.steps if last is None else last) + 1)
         return self.walk(start, indices, {}, indices, embeds)
 
+    def arrive(
+        self, start: Tensor, embeds: Conditioning, first: int = 0, last: int | None = None
+    ) -> Tensor:
+        """Where ``trajectory`` ends, float32 ``[B, tokens, channels]``, without keeping its steps;
+        ``start`` where it has none."""
+        indices = range(first, (self.steps if last is None else last) + 1)
+        return self.walk(start, indices, {}, (), embeds).x0
+
     @torch.no_grad()
     def walk(
         self,
@@ -106,7 +114,8 @@ class Sampler:
             indices: schedule indices to visit, ascending.
             injected: stochastic steps by schedule index, each with its noise, float32
                 ``[M, tokens, channels]``.
-            kept: indices whose latents and velocities are returned, all of the same B.
+            kept: indices whose latents and velocities are returned, all of the same B; may be
+                none.
             second_order_from: schedule index from which on the ODE is solved by DPM-Solver++.
         """
         x, latents, velocities = start, [], []
@@ -128,6 +137,9 @@ class Sampler:
                 previous = (x0, sigma)
             else:
                 x = euler_step(x, v, sigma, sigma_next)
+        if not latents:
+            none = x.new_empty(0, *x.shape)
+            return Trajectory(none, none, x)
         return Trajectory(torch.stack(latents), torch.stack(velocities), x)
 
     @torch.no_grad()

@@ -186,7 +186,7 @@ def test_a_node_that_is_late_on_a_busy_machine_is_started_once_more(
             left.append(subprocess.Popen(["sleep", "60"]))
             raise Exception("The current node timed out during startup.")
 
-    connect._start_again_if_late(start)
+    connect.start_again_if_late(start)
     assert left[0].wait(timeout=60) == -signal.SIGKILL
     assert "once more" in capsys.readouterr().out
 
@@ -194,4 +194,4 @@ def test_a_node_that_is_late_on_a_busy_machine_is_started_once_more(
         raise ValueError("another reason")
 
     with pytest.raises(ValueError, match="another reason"):
-        connect._start_again_if_late(broken)
+        connect.start_again_if_late(broken)

@@ -109,12 +109,27 @@ def test_export_asks_for_room_first(
     assert left(out) == {ADAPTER_FILE, "README.md"}
 
 
+def test_sample_asks_for_room_first(
+    runs: dict[str, Config], disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "sample", runs["full"].run_dir, "--out", disk / "out", "--prompt", "a cat", *CPU
+    message = failure_of(capsys, *command, "--count", 100)
+    what = "a folder of 100 PNG files of 64 x 64 pixels at their largest (fewer with --count)"
+    assert f"{disk / 'out'}: {what} takes 1.6 MB, and 1.0 MB are free there" in message
+    assert not left(disk)
+    # What lies at the base model's switch has its room there, too.
+    message = failure_of(capsys, *command, "--count", 60, "evaluation.steps=2", "--trained-steps=1")
+    assert "at their largest, with the latents at the switch, (fewer" in message
+
+
 def test_sample(
     runs: dict[str, Config],
     disk: Path,
     spoil: Callable[[], str],
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("g2rpo_ray.evaluation.sample.check_room", lambda *_: None)
     out = disk / "out"
     out.mkdir()
     fault, prompts = spoil(), [f"--prompt={caption}" for caption in CAPTIONS]
@@ -125,6 +140,24 @@ def test_sample(
     assert str(out) in message
     for name in left(disk):
         Image.open(disk / name).load()
+
+
+def test_evaluate_asks_for_room_first(
+    runs: dict[str, Config],
+    disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(evaluate, "PINS", str(tmp_path / "pins"))
+    monkeypatch.setattr(evaluate, "_draw", None)
+    command = "evaluate", runs["full"].run_dir, "--out", disk / "out", *CPU
+    # Of base and last, 2 prompts each.
+    message = failure_of(capsys, *command, "evaluation.pictures_per_prompt=25")
+    what = "a folder of 100 PNG files of 64 x 64 pixels at their largest"
+    assert f"{disk / 'out'}: {what} (fewer with evaluation.prompts or" in message
+    assert "evaluation.pictures_per_prompt) takes 1.6 MB, and 1.0 MB are free there" in message
+    assert not left(disk)
 
 
 def noise(number: int) -> HeldoutPictures:

@@ -1,6 +1,5 @@
 """Computing the same bits in every run."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,7 @@ from g2rpo_ray.models.policy import load_policy
 from tests.tiny import tiny_config
 
 
-@pytest.fixture
-def _as_it_was() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
-    compiler.deterministic = torch.backends.cudnn.deterministic = False
-
-
-@pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.usefixtures("as_it_was")
 def test_a_policy_computes_the_same_bits_where_the_run_is_to(tmp_path: Path) -> None:
     load_policy(tiny_config(tmp_path))
     assert not compiler.deterministic
@@ -31,7 +23,7 @@ def test_a_policy_computes_the_same_bits_where_the_run_is_to(tmp_path: Path) -> 
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.usefixtures("as_it_was")
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_rank_adds_in_one_order_where_the_run_is_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool

@@ -10,7 +10,7 @@ import pytest
 from g2rpo_ray.cluster.connect import worker_environment
 from g2rpo_ray.common.device import KEEP_MEMORY
 from g2rpo_ray.rewards.section import RewardSection
-from g2rpo_ray.rewards.server import _with_probe
+from g2rpo_ray.rewards.server import replica_environment
 
 PASSES, TENSORS = 20, 8
 DRAW = f"""
@@ -49,8 +49,10 @@ def test_every_role_has_the_settings_and_a_user_may_give_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert worker_environment(()).items() >= KEEP_MEMORY.items()
-    assert _with_probe(RewardSection(kind="oracle"))["env_vars"].items() >= KEEP_MEMORY.items()
+    assert (
+        replica_environment(RewardSection(kind="oracle"))["env_vars"].items() >= KEEP_MEMORY.items()
+    )
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
     assert worker_environment(["MALLOC_*"])["MALLOC_TRIM_THRESHOLD_"] == "1"
     own = RewardSection(kind="oracle", runtime_env={"env_vars": {"MALLOC_TRIM_THRESHOLD_": "1"}})
-    assert _with_probe(own)["env_vars"]["MALLOC_TRIM_THRESHOLD_"] == "1"
+    assert replica_environment(own)["env_vars"]["MALLOC_TRIM_THRESHOLD_"] == "1"

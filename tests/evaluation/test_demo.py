@@ -143,6 +143,7 @@ def test_a_checkpoint_that_is_gone_is_a_message_and_a_new_one_is_taken(tmp_path:
     [
         ({"prompt": " \n"}, "The prompt is empty"),
         ({"prompt": None}, "The prompt is empty"),
+        ({"prompt": "\u200b"}, "The prompt is empty"),
         ({"prompt": "x" * 10_000}, r"10,000 characters; allowed are 2,000"),
         ({"prompt": "a\0b"}, "character that is no text"),
         ({"prompt": "half \ud83e"}, "character that is no text"),

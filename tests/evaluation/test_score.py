@@ -469,3 +469,34 @@ def test_rank_correlation() -> None:
     rising, falling = np.array([1.0, 5, 2, 6, 0]), np.array([8.0, 3, 9, 2, 0])
     assert rank_correlation_within(rising, falling, groups) == pytest.approx(0)
     assert rank_correlation_within(rising, rising, groups) == pytest.approx(1)
+
+
+def test_a_caption_that_is_empty_says_so(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "p", ["a.png", "b.png", "c.png"])
+    (folder / "a.txt").write_text(" \n")
+    (folder / "b.txt").write_text("\u200b")
+    rows, _ = run(folder, tmp_path / "out", overrides("bright"))
+    for name, cause in (
+        ("a", "the prompt is empty"),
+        ("b", "the prompt is empty"),
+        ("c", "it has no prompt"),
+    ):
+        assert rows[f"{name}.png"]["bright"] is None
+        assert rows[f"{name}.png"]["problem"] == f"bright: {cause}"
+
+
+@pytest.mark.usefixtures("as_it_was")
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("where", ["file", "override"])
+def test_scorers_compute_the_same_bits_where_a_run_is_to(
+    tmp_path: Path, asked: bool, where: str
+) -> None:
+    folder, settings = folder_of(tmp_path / "p", ["a.png"]), "rewards:\n"
+    settings += "  choosy: {kind: python, options: {target: 'tests.rewards.fakes:ChoosyScorer'}}\n"
+    if where == "file":
+        settings += f"model: {{path: elsewhere, deterministic: {asked}}}\n"
+    file = tmp_path / "run.yaml"
+    file.write_text(settings)
+    given = [f"model.deterministic={asked}"] if where == "override" else []
+    score(load_scoring(file, [], given), folder, None, tmp_path / "out")
+    assert rows_of(tmp_path / "out")["a.png"]["choosy"] == float(asked)

@@ -44,3 +44,16 @@ def test_served_and_in_process_give_the_same(
         in found[True]["2_0.png"]["problem"]
     )
     assert "no words in the prompt file" in found[True]["2_0.png"]["problem"]
+
+
+def test_servers_compute_the_same_bits_where_a_run_is_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judges, "ray_cluster", lambda _: nullcontext(False))
+    choosy = ["rewards.choosy.kind=python", "rewards.choosy.cpus_per_replica=0.1"]
+    choosy += ["rewards.choosy.options.target='tests.rewards.fakes:ChoosyScorer'"]
+    config = load_scoring(None, [], [*choosy, "model.deterministic=true"])
+    folder = folder_of(tmp_path / "p", ["a.png"])
+    (folder / "a.txt").write_text("a cat")
+    score(config, folder, None, tmp_path / "out", on_ray=True)
+    assert rows_of(tmp_path / "out")["a.png"]["choosy"] == 1

@@ -86,5 +86,5 @@ def test_the_best_checkpoint_is_kept_and_draws(runs: dict[int, Path], tmp_path: 
         else:
             assert checkpoint_named(config, "best").name == f"iteration_{best:06d}"
             options = SampleOptions(["a red circle"], checkpoint="best")
-            drawn = sample(config, options, tmp_path / str(name))
-            assert drawn[0].exists()
+            (drawn,) = sample(config, options, tmp_path / str(name))
+            assert drawn.exists()

@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 
-from g2rpo_ray.learner.waiting import _as_it_says
+from g2rpo_ray.learner.waiting import as_it_says
 from g2rpo_ray.learner.worker import Learner
 from g2rpo_ray.models.batches import DeviceMemoryError
 from tests.tiny import tiny_config
@@ -30,4 +30,4 @@ def test_memory_that_ends_in_an_update_names_what_needs_less(
     assert "Tried to allocate 2.00 GiB" in said
     assert "learner.gpus_per_rank gives it more" in said
     assert "model.gradient_checkpointing=true" in said
-    assert _as_it_says(caught.value, "update") is caught.value
+    assert as_it_says(caught.value, "update") is caught.value

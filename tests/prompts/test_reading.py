@@ -75,6 +75,7 @@ def test_the_key_is_a_setting(tmp_path: Path) -> None:
         ({"prompt": 7}, "line 2, key 'prompt': expected a text, found 7"),
         ({"prompt": None}, "line 2, key 'prompt': expected a text, found None"),
         ({"prompt": "  "}, "line 2, key 'prompt': the prompt is empty"),
+        ({"prompt": "\u200b"}, "line 2, key 'prompt': the prompt is empty"),
         ({"prompt": "a \0 b"}, "line 2: holds a NUL"),
         ({"prompt": "x" * 10_000}, "line 2: 10000 characters; allowed are 2000"),
         ("[1]", "line 2: expected an object"),

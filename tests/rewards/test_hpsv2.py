@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from g2rpo_ray.common.device import compute_the_same_bits
 from g2rpo_ray.common.prompt_text import PromptText
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
@@ -184,3 +185,30 @@ def test_a_child_that_does_not_read_is_given_up(
     larger_than_the_pipe = torch.zeros(2, 1024, 1024, 3, dtype=torch.uint8)
     with pytest.raises(ScorerError, match="gave no answer within 4 s"):
         scorer.score(larger_than_the_pipe, ["a", "b"])
+
+
+@pytest.mark.usefixtures("as_it_was")
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_child_computes_the_same_bits_where_its_parent_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    """Run as it is, with a stand-in for the package that scores what the child was told."""
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import os, sys, torch\n"
+        "from unittest.mock import MagicMock\n"
+        "package = MagicMock()\n"
+        "package.src.open_clip.create_model_and_transforms.return_value = 3 * [None]\n"
+        "package.img_score.score = lambda *_, **__: [\n"
+        "    torch.backends.cudnn.deterministic and 'CUBLAS_WORKSPACE_CONFIG' in os.environ\n"
+        "]\n"
+        "sys.modules |= {'hpsv2': package, 'hpsv2.src': package.src}\n"
+        f"exec(compile(open({str(hpsv2.CHILD)!r}).read(), 'child', 'exec'))\n"
+    )
+    monkeypatch.setattr(hpsv2, "CHILD", child)
+    (tmp_path / "weights.pt").touch()
+    options = {"python": sys.executable, "checkpoint": str(tmp_path / "weights.pt")}
+    if asked:
+        compute_the_same_bits()
+    pictures = torch.zeros(1, 2, 2, 3, dtype=torch.uint8)
+    assert make_scorer("hpsv2", options, "cpu").score(pictures, ["a fox"]).tolist() == [asked]

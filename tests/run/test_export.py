@@ -53,8 +53,8 @@ def draw(
     options = SampleOptions(
         CAPTIONS[:1], seed=SEED, checkpoint=checkpoint, trained_steps=trained_steps, average=average
     )
-    paths = sample(config, options, folder)
-    return np.asarray(Image.open(paths[0])).astype(int)
+    (path,) = sample(config, options, folder)
+    return np.asarray(Image.open(path)).astype(int)
 
 
 def draw_plainly(pipeline: FluxPipeline, config: Config) -> np.ndarray:

@@ -5,33 +5,34 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from g2rpo_ray.common.device import role_device
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.prompt_text import is_blank
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.sample import (
     check_finite,
+    make_sampler,
     picture_decoder,
     start_noise,
     text_encoder,
-    walk,
 )
 from g2rpo_ray.evaluation.scoring.judges import LocalJudge, Score
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, iteration_of, list_checkpoints
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.models.catalogue import check_rewards
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.loading import check_model
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.weights import load_weights, trainable_parameters
 from g2rpo_ray.prompts.dataset import cut_words
 from g2rpo_ray.run.paths import run_folder
-from g2rpo_ray.run.weights import Source, read_fitting_info, weights_in, while_it_is_there
+from g2rpo_ray.run.weights import read_fitting_info, weights_in, while_it_is_there
 from g2rpo_ray.training.settings import at_deployment_size
 
 MOST_STEPS = 100
@@ -76,7 +77,7 @@ def read_asked(
         DemoError: something is missing, too long or out of range.
     """
     text, longest = str(prompt or "").strip(), config.prompts.max_characters
-    if not text:
+    if is_blank(text):
         raise DemoError("The prompt is empty: write what the picture shall show.")
     if len(text) > longest:
         raise DemoError(
@@ -108,6 +109,16 @@ def checkpoints(config: Config) -> list[str]:
     return ["last", *best, *(path.name for path in reversed(list_checkpoints(run_folder(config))))]
 
 
+class Encoded(NamedTuple):
+    """The last prompt, which the second picture of a pair has, too."""
+
+    prompt: str
+    embeds: Conditioning
+    """On the CPU."""
+    note: str
+    """That it was cut, if it was."""
+
+
 class Studio:
     """Encoders, one network, decoder and scorers, loaded once; one picture is drawn at a time."""
 
@@ -131,7 +142,7 @@ class Studio:
         self._decoder = picture_decoder(config, self._policy, self._device)
         self._judge = LocalJudge(config.rewards)
         self._trained: tuple[CheckpointInfo, dict[str, Tensor]] | None = None
-        self._encoded = ("", self._encoder.encode(""), "")
+        self._encoded = self._encode("")
         self._lock = threading.Lock()
 
     def draw(self, asked: Asked, trained: bool, on_step: Callable[[int], None]) -> Drawn:
@@ -161,7 +172,7 @@ class Studio:
                 {name: [(picture, asked.prompt)] for name in self.config.rewards}
             )
             scores = {name: found[0] for name, found in answers.items()}
-            return Drawn(label, picture[0].numpy(), scores, self._encoded[2])
+            return Drawn(label, picture[0].numpy(), scores, self._encoded.note)
 
     def _weights(self, name: str) -> tuple[CheckpointInfo, dict[str, Tensor]]:
         """Of a checkpoint; those of the last one that was asked for are kept in memory."""
@@ -180,17 +191,17 @@ class Studio:
         self._trained = found
         return found
 
+    def _encode(self, prompt: str) -> Encoded:
+        length = self.config.prompts.max_sequence_length
+        note = cut_words(self._encoder.cut([prompt]), 1, length)
+        return Encoded(prompt, self._encoder.encode(prompt), note)
+
     def _walk(self, asked: Asked, switch: int, on_step: Callable[[int], None]) -> Tensor:
-        if self._encoded[0] != asked.prompt:
-            note = cut_words(
-                self._encoder.cut([asked.prompt]), 1, self.config.prompts.max_sequence_length
-            )
-            self._encoded = (asked.prompt, self._encoder.encode(asked.prompt), note)
-        embeds = self._encoded[1].to(self._device)
-        start = start_noise(self._policy.shape, asked.seed, 1).to(self._device)
-        evaluation = self.config.evaluation.model_copy(update={"steps": asked.steps})
-        config = self.config.model_copy(update={"evaluation": evaluation})
-        source = Source(self._policy, partial(load_weights, self._policy, self._base))
+        if self._encoded.prompt != asked.prompt:
+            self._encoded = self._encode(asked.prompt)
+        embeds = self._encoded.embeds.to(self._device)
+        x = start_noise(self._policy.shape, asked.seed, range(1)).to(self._device)
+        sampler = make_sampler(self.config, self._policy, asked.steps)
         done = 0
 
         def step(*_: object) -> None:
@@ -200,6 +211,9 @@ class Studio:
 
         hook = self._policy.register_forward_hook(step)
         try:
-            return walk(config, source, start, [embeds], switch)[0]
+            x = sampler.arrive(x, embeds, 0, switch)
+            if switch < asked.steps:
+                load_weights(self._policy, self._base)
+            return sampler.arrive(x, embeds, switch)
         finally:
             hook.remove()

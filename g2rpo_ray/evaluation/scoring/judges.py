@@ -11,7 +11,7 @@ from torch import Tensor
 
 from g2rpo_ray.cluster.connect import ray_cluster
 from g2rpo_ray.cluster.demand import ClusterError, living_nodes, reward_demands, shortage
-from g2rpo_ray.common.device import role_device
+from g2rpo_ray.common.device import compute_the_same_bits, role_device
 from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.config.scoring import ScoringConfig
 from g2rpo_ray.rewards.client import NO_ANSWER, RewardClient
@@ -130,7 +130,10 @@ def judge_of(config: ScoringConfig, servers: str | None) -> Iterator[Judge]:
         ScorerError, DeviceError: one cannot be loaded.
         ClusterError: the cluster has no room for the servers.
     """
+    deterministic = config.model.deterministic
     if servers is None:
+        if deterministic:
+            compute_the_same_bits()
         yield LocalJudge(config.rewards)
         return
     rewards = {
@@ -143,5 +146,7 @@ def judge_of(config: ScoringConfig, servers: str | None) -> Iterator[Judge]:
         if private and (reasons := shortage(reward_demands(config), living_nodes())):
             raise ClusterError(" ".join(reasons))
         timeout_s = config.cluster.start_timeout_s
-        with reward_servers(servers, rewards, timeout_s, private) as handles:
+        with reward_servers(
+            servers, rewards, timeout_s, private, deterministic=deterministic
+        ) as handles:
             yield ServedJudge(RewardClient(handles, rewards, stop_on_invalid=False))

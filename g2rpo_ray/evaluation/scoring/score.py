@@ -13,7 +13,7 @@ from torch import Tensor
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.common.formatting import format_seconds
-from g2rpo_ray.common.prompt_text import category_of, metadata_of
+from g2rpo_ray.common.prompt_text import category_of, is_blank, metadata_of
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config.scoring import ScoringConfig
 from g2rpo_ray.evaluation.scoring.captions import folder_pictures
@@ -185,8 +185,10 @@ class Scoring:
                     continue
                 if name in self.given_up:
                     problems[place][name] = f"not asked: {self.given_up[name]}"
-                elif reads and not picture.prompt:
+                elif reads and picture.prompt is None:
                     problems[place][name] = picture.no_prompt or "it has no prompt"
+                elif reads and is_blank(picture.prompt or ""):
+                    problems[place][name] = "the prompt is empty"
                 else:
                     places[name].append(place)
         for name, answers in self._ask(chunk, places).items():

@@ -44,6 +44,8 @@ class Hpsv2Scorer(RewardScorer):
     kind = "hpsv2"
 
     def __init__(self, options: Options, device: str) -> None:
+        import torch
+
         self._child: subprocess.Popen[bytes] | None = None
         checkpoint, config = resolve_path(options.checkpoint), options.architecture_config
         if not checkpoint.is_file():
@@ -60,6 +62,8 @@ class Hpsv2Scorer(RewardScorer):
             "architecture": options.architecture,
             "config": None if config is None else str(resolve_path(config)),
             "device": device,
+            # What else ``compute_the_same_bits`` does here goes on with the environment.
+            "deterministic": torch.backends.cudnn.deterministic,
         }
         # -I: neither this folder nor PYTHONPATH may shadow what the other environment has.
         self._command = [str(python), "-I", str(CHILD), json.dumps(settings)]

@@ -1,8 +1,8 @@
 """Runs in the environment of hpsv2, as a script: it imports nothing of this package.
 
-Its arguments are JSON (checkpoint, architecture, config, device) and a pipe's descriptor. It says
-``{"ready": true}``, then answers each request (the pictures' bytes, shape, prompts) by scores or an
-error, all in JSON.
+Its arguments are JSON (checkpoint, architecture, config, device, deterministic) and a pipe's
+descriptor. It says ``{"ready": true}``, then answers each request (the pictures' bytes, shape,
+prompts) by scores or an error, all in JSON.
 """
 
 import json
@@ -35,7 +35,9 @@ def _say(pipe: Connection, **answer: Any) -> None:
     pipe.send_bytes(json.dumps(answer).encode())
 
 
-def load(checkpoint: str, architecture: str, config: str | None, device: str) -> Any:
+def load(
+    checkpoint: str, architecture: str, config: str | None, device: str, deterministic: bool
+) -> Any:
     """hpsv2's own ``score`` on a checkpoint, without the download of weights that it replaces."""
     import numpy
     import torch
@@ -43,6 +45,7 @@ def load(checkpoint: str, architecture: str, config: str | None, device: str) ->
     from hpsv2.src import open_clip
     from PIL import Image
 
+    torch.backends.cudnn.deterministic = deterministic
     if config is not None:
         open_clip.add_model_config(config)
     # It reads the file at every call.

@@ -149,7 +149,7 @@ def sample(config: Config) -> Found:
 
     with mock.patch.object(sample_module, "PictureDecoder", Seen):
         options = sample_module.SampleOptions(CAPTIONS[:1], checkpoint="base")
-        sample_module.sample(config, options, Path(config.run_dir) / "pictures")
+        list(sample_module.sample(config, options, Path(config.run_dir) / "pictures"))
     return found(*seen)
 
 
