@@ -353,6 +353,8 @@ class LearnerGroup:
         self._start()
         self._undone = list(self._since)
         self.rebuilds += 1
+        updates = sum(isinstance(done, _Learned) for done in self._undone)
+        self._tell(f"learner: its ranks have started anew; updates to be made again: {updates}")
 
     def _catch_up(self) -> None:
         """A state that was being written is written again, too, from the weights of then."""
