@@ -3,8 +3,11 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +25,12 @@ from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, is_checkpoint_o
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.learner.waiting import GRACE_S, GroupsLostError, RankLostError, answers_of
-from g2rpo_ray.learner.worker import NO_SCALES, Learner
+from g2rpo_ray.learner.worker import LIVES, NO_SCALES, Learner
 
 T = TypeVar("T")
+
+END_AGAIN_S = 0.2
+"""So often ``close`` ends what another thread has started meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,9 @@ class LearnerGroup:
     A rank that dies or hangs takes the group down. It is rebuilt from the newest state on the disk,
     makes the updates since then again with the same groups, and repeats the call: the same bits as
     if nothing had happened. Safe to call from several threads, one call at a time.
+
+    Inside ``watched`` the ranks start anew as soon as one dies, whatever the caller waits for. Only
+    the updates are left to the next call: until then the card's memory may be others' to use.
     """
 
     def __init__(
@@ -70,16 +79,20 @@ class LearnerGroup:
         settings = config.learner
         self._config, self._placement, self._tell = config, placement, tell
         self._timeout_s = settings.timeout_s
-        self.lock = threading.RLock()
-        """Held during every call; hold it to keep weights and ``version`` together."""
+        self._lock = threading.RLock()
+        """Held during every call."""
         self.version = version
         """Of the weights of now: one more after every ``update``."""
         self._state: Path | None = checkpoint
         self._since: list[_Learned | _Writing] = []
         """What was done since ``_state``: every update, and the state under way."""
+        self._undone: list[_Learned | _Writing] = []
+        """Of that, what the ranks have not made again since they were started anew."""
         self._failures: deque[float] = deque()
         self._fence = Fence(Path(config.run_dir))
-        self._is_lost = False
+        self._is_lost = self._is_watched = self._is_closed = False
+        self._failed: Exception | None = None
+        """Why the ranks could not be brought to the weights of now: for every later call."""
         self.rebuilds = 0
         self.busy_s = 0.0
         """Time that updates took, since the start."""
@@ -109,7 +122,7 @@ class LearnerGroup:
             LearnerError: too many failures, or one that would come again.
             DiskError, CheckpointError: the state under way could not be written.
         """
-        with self.lock:
+        with self._lock:
             self._recovering(lambda: self._settle(wait=False))
             learned = _Learned(list(groups), dict(scales))
             update = self._recovering(lambda: self._update(learned))
@@ -129,10 +142,28 @@ class LearnerGroup:
 
         return self._recovering(export)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the ranks have the weights of ``version``, and no other thread calls them."""
+        with self._lock:
+            self._recovering(lambda: None)
+            yield
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While inside, the death of a rank is noticed at once; at the end all ranks end."""
+        with self._lock:
+            self._is_watched = True
+            self._watch()
+        try:
+            yield
+        finally:
+            self.close()
+
     def heal(self) -> bool:
         """Look whether a rank died or hangs outside of a call made here; True after a rebuild."""
 
-        with self.lock:
+        with self._lock:
             rebuilds = self.rebuilds
             self._recovering(lambda: self._ask("heal", _place_of, GRACE_S))
             return self.rebuilds > rebuilds
@@ -148,7 +179,7 @@ class LearnerGroup:
         Raises:
             DiskError, CheckpointError: this one cannot be begun, or the one before not be written.
         """
-        with self.lock:
+        with self._lock:
             self.finish_save()
             writing = _Writing(folder, info, keep_also)
             self._recovering(lambda: self._begin_save(writing))
@@ -160,14 +191,16 @@ class LearnerGroup:
         Raises:
             DiskError, CheckpointError: it could not be written; those before are kept.
         """
-        with self.lock:
+        with self._lock:
             self._recovering(self._settle)
 
     def let_write(self) -> None:
         """Before a run ends by an error: as ``finish_save``, but nothing is rebuilt for it."""
-        with self.lock:
+        with self._lock:
             if self._writing and not self._is_lost:
                 self._tell("learner: what is being written becomes whole before the run ends")
+                if self._undone:
+                    raise RankLostError("learner: a rank died meanwhile")
                 self._settle()
 
     def checksum(self) -> str:
@@ -176,7 +209,14 @@ class LearnerGroup:
         return str(checksums[0])
 
     def close(self) -> None:
-        """End every rank."""
+        """End every rank, also those that another thread is starting."""
+        self._is_closed = True
+        while not self._lock.acquire(timeout=END_AGAIN_S):
+            self._end_ranks()
+        self._end_ranks()
+        self._lock.release()
+
+    def _end_ranks(self) -> None:
         for rank in self.ranks:
             ray.kill(rank)
 
@@ -187,7 +227,7 @@ class LearnerGroup:
         # The first update after a start compiles; only then is there a duration to compare with.
         self._deadline = LearnedDeadline(settings.timeout_s, settings.min_deadline_s)
         self.ranks = [
-            ray.remote(Learner)
+            ray.remote(concurrency_groups={LIVES: 1})(Learner)
             .options(
                 num_cpus=settings.cpus_per_rank,
                 num_gpus=settings.gpus_per_rank,
@@ -198,6 +238,8 @@ class LearnerGroup:
             .remote(self._config, rank)
             for rank in range(settings.ranks)
         ]
+        if self._is_watched:
+            self._watch()
         self._places = []
         timeout_s = self._config.cluster.start_timeout_s
         self._places = self._ask("placement", _place_of, timeout_s)
@@ -210,6 +252,27 @@ class LearnerGroup:
         )[0]
         self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
         """Ranks that hold a part of the weights which no other rank can send."""
+
+    def _watch(self) -> None:
+        ranks = self.ranks
+
+        def start_anew(_: Future) -> None:
+            threading.Thread(target=self._start_anew, args=(ranks,), daemon=True).start()
+
+        for rank in ranks:
+            lives = rank.lives.options(concurrency_group=LIVES).remote()
+            lives.future().add_done_callback(start_anew)
+
+    def _start_anew(self, ranks: list[ActorHandle]) -> None:
+        """On a thread of its own: one of these ranks died."""
+        with self._lock:
+            # A call that was under way has noticed it, too; and who rebuilds or closes ends ranks.
+            if self.ranks is ranks and not self._is_closed:
+                try:
+                    look = partial(self._ask, "rest", _place_of, GRACE_S)
+                    self._recovering(look, catch_up=False)
+                except Exception as error:  # noqa: BLE001  (handed to whoever calls next)
+                    self._failed = error
 
     def _update(self, it: _Learned) -> UpdateReport:
         started_s = time.monotonic()
@@ -225,24 +288,39 @@ class LearnerGroup:
         records.sort(key=lambda record: (record.group_id, record.position))
         return UpdateReport(records, reports[0].grad_norms, reports[0].learning_rate)
 
-    def _recovering(self, call: Callable[[], T]) -> T:
-        """Make a call; rebuild and repeat when a rank is lost, as often as is allowed."""
-        with self.lock:
+    def _recovering(self, call: Callable[[], T], catch_up: bool = True) -> T:
+        """Make a call; rebuild and repeat when a rank is lost, as often as is allowed.
+
+        Args:
+            catch_up: whether the call needs the weights of now.
+        """
+        with self._lock:
+            if self._failed is not None:
+                raise self._failed
             lost: LearnerError | None = None
             failures = 0
             while True:
                 try:
                     if lost is not None:
                         self._rebuild()
-                        if isinstance(lost, GroupsLostError):
-                            raise lost
+                    if catch_up:
+                        self._catch_up()
+                    if isinstance(lost, GroupsLostError):
+                        raise lost
                     return call()
                 except RankLostError as error:
+                    if self._is_closed:
+                        raise
                     lost = error
                 except GroupsLostError as error:
                     if lost is error:
                         raise
                     lost = error
+                except Exception as error:
+                    if self._undone:
+                        # Half made again: no later call may go on from there.
+                        self._failed = error
+                    raise
                 failures += 1
                 self._count(lost, failures)
 
@@ -267,21 +345,25 @@ class LearnerGroup:
         self._tell(f"{error}; rebuilding the learner")
 
     def _rebuild(self) -> None:
-        """From the newest state, with the updates since then made again.
-
-        A state that was being written is written again, from the weights of then.
-        """
-        self.close()
+        """From the newest state; ``_catch_up`` makes the updates since then again."""
+        self._end_ranks()
         # It has its name only since it is whole, and may have got it before the rank was lost.
         if (writing := self._writing) and is_checkpoint_of(writing.folder, writing.info):
             self._take(writing)
         self._start()
-        for done in self._since:
-            if isinstance(done, _Writing):
+        self._undone = list(self._since)
+        self.rebuilds += 1
+        updates = sum(isinstance(done, _Learned) for done in self._undone)
+        self._tell(f"learner: its ranks have started anew; updates to be made again: {updates}")
+
+    def _catch_up(self) -> None:
+        """A state that was being written is written again, too, from the weights of then."""
+        while self._undone:
+            if isinstance(done := self._undone[0], _Writing):
                 self._begin_save(done)
             else:
                 self._update(done)
-        self.rebuilds += 1
+            del self._undone[0]
 
     def _begin_save(self, state: _Writing) -> None:
         arguments = state.folder, state.info, state.keep_also

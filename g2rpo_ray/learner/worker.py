@@ -1,6 +1,7 @@
 """Learner: one DeepSpeed rank on a Ray actor."""
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,6 +45,8 @@ LESS = (
     "learner.offload_optimizer=true need less"
 )
 """What to change where a rank's memory ends."""
+LIVES = "lives"
+"""Concurrency group of the one call that is under way beside all others."""
 NO_SCALES: Mapping[str, float] = MappingProxyType({})
 
 
@@ -52,7 +55,6 @@ class Learner:
 
     def __init__(self, config: Config, rank: int) -> None:
         log_as("learner", rank)
-        torch.set_num_threads(config.learner.threads)
         self.config, self.rank = config, rank
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[float] | None = None
@@ -67,6 +69,8 @@ class Learner:
             fence: of these ranks' generation.
         """
         settings, self._fence = self.config.learner, fence
+        # Of the thread that calls this: the one that computes, which Ray's groups set apart.
+        torch.set_num_threads(settings.threads)
         with logged("start"):
             self.device = role_device(settings.gpus_per_rank, "learner.gpus_per_rank")
             keep_to_share(settings.gpus_per_rank)
@@ -218,6 +222,10 @@ class Learner:
                 with self._fence.held():
                     delete_old_checkpoints(run_dir, keep_last, folder, keep_also)
         return time.monotonic() - started_s
+
+    def lives(self) -> None:
+        """Never answers (in ``LIVES``): who waits for it learns of this process's end."""
+        threading.Event().wait()
 
     def checksum(self) -> str:
         """Of the trainable weights, the same on every rank."""

@@ -129,8 +129,8 @@ class Roles:
         return self.pool.sync(self._send)
 
     def _send(self, receivers: Sequence[Peer]) -> WeightReceipt:
-        # The lock: while a newcomer is sent to, no update may come between weights and version.
-        with self.learner.lock:
+        # While a newcomer is sent to, no update may come between weights and version.
+        with self.learner.held():
             try:
                 return self.weight_sync.sync(self.learner, receivers, self.learner.version)
             except WeightSyncError:
@@ -144,7 +144,7 @@ class Roles:
 
         Whoever gets them is in no process group, so that training never waits for it.
         """
-        with self.learner.lock:
+        with self.learner.held():
             version = self.learner.version
             return StoredWeights(version, *self.learner.export_weight_refs(version), timeout_s)
 
@@ -183,6 +183,8 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
                 actor.prepare.remote()
             kind.wait(config)
             learner = starting.result()
+            # From here on; it ends before its room and after those whom it sends to.
+            stack.enter_context(learner.watched())
             tell(f"training {learner.coverage}")
             tflop = learner.ranks[0].__ray_call__.remote(evaluation_tflop, config)
             pool.wait_until_ready()

@@ -34,6 +34,7 @@ from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.learner.waiting import GroupsLostError, RankLostError
 from g2rpo_ray.learner.worker import Learner
+from tests.integration.command import wait_until
 from tests.states import write_checkpoint
 from tests.tiny import CAPTIONS, draw_groups, encode, equal_weights, tiny_config
 
@@ -139,12 +140,14 @@ def test_a_lost_rank_leaves_the_weights_as_they_would_have_been(
     assert group.checksum() == expected
     assert (group.rebuilds, group.version, len(group._since)) == (2, 3, 1)
     assert first.grad_norms != third.grad_norms
-    assert all("rebuilding the learner" in line for line in told)
+    rebuilding, made_again = told[::2], [line.rpartition(": ")[2] for line in told[1::2]]
+    assert all("rebuilding the learner" in line for line in rebuilding)
+    assert made_again == ["1", "1"]
     group.close()
 
 
 def test_a_checkpoint_is_of_the_weights_of_then_whatever_comes_while_it_is_written(
-    placement: PlacementGroup, tmp_path: Path
+    placement: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config(tmp_path / "run", "learner.ranks=1")
     groups = [ray.put(group) for group in draw_groups(config, encode(config, CAPTIONS[:2]))]
@@ -158,21 +161,42 @@ def test_a_checkpoint_is_of_the_weights_of_then_whatever_comes_while_it_is_writt
     assert group.written_s > 0
     group.close()
 
-    group = LearnerGroup(config, placement, None)
-    group.update(groups)
-    ray.get(group.ranks[0].__ray_call__.remote(_write_slowly))
-    group.save(disturbed, info_of(1))
-    # The ranks write a copy: this update does not wait, and changes nothing of what is written.
-    group.update(groups)
-    assert (group.saved_unix_s, list_checkpoints(disturbed.parent.parent)) == (None, [])
-    ray.kill(group.ranks[0])
-    group.finish_save()
-    assert (group.rebuilds, group.version, len(group._since)) == (1, 2, 1)
+    told: list[str] = []
+    group = LearnerGroup(config, placement, None, told.append)
+    with group.watched():
+        group.update(groups)
+        ray.get(group.ranks[0].__ray_call__.remote(_write_slowly))
+        group.save(disturbed, info_of(1))
+        # The ranks write a copy: this update does not wait, and changes nothing of what is written.
+        group.update(groups)
+        assert (group.saved_unix_s, list_checkpoints(disturbed.parent.parent)) == (None, [])
+        # Nobody calls the learner, as while pictures are drawn; and the next rank dies, too.
+        _kill_as_it_starts(monkeypatch)
+        ray.kill(group.ranks[0])
+        wait_until(lambda: group.rebuilds > 0, "ranks that start anew")
+        # The count rises before the line is told.
+        wait_until(lambda: len(told) == 3, "a line for each")
+        assert ["rest" in told[0], "placement" in told[1], told[2][-1]] == [True, True, "2"]
+        assert (group._undone, len(group._undone)) == (group._since, 3)
+        group.finish_save()
+        assert (group.rebuilds, group.version, len(group._since)) == (1, 2, 1)
     assert list(disturbed.parent.iterdir()) == [disturbed]
     assert read_info(disturbed) == info_of(1)
     states = [dict(open_checkpoint(folder)[1]) for folder in (quiet, disturbed)]
     assert equal_weights(*states)
-    group.close()
+
+
+def _kill_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank that is started, when it is asked where it is."""
+    place_of, asked = ranks_module._place_of, list[ray.actor.ActorHandle]()
+
+    def dies(rank: ray.actor.ActorHandle) -> ray.ObjectRef:
+        asked.append(rank)
+        if rank not in asked[:1] and len({*asked}) == 2:
+            ray.kill(rank)
+        return place_of(rank)
+
+    monkeypatch.setattr(ranks_module, "_place_of", dies)
 
 
 def _write_slowly(_rank: Learner) -> None:
@@ -325,9 +349,10 @@ def test_a_rank_that_died_is_named_beside_the_others_failures(
 
 def _unstarted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LearnerGroup:
     """A group without processes, which still counts its failures and starts."""
-    rank = SimpleNamespace(__ray_call__=mock.Mock(), start=mock.Mock())
+    rank = SimpleNamespace(__ray_call__=mock.Mock(), start=mock.Mock(), checksum=mock.Mock())
     fake_ray = mock.Mock()
-    fake_ray.remote.return_value.options.return_value.remote.return_value = rank
+    actor = fake_ray.remote.return_value.return_value
+    actor.options.return_value.remote.return_value = rank
     monkeypatch.setattr(ranks_module, "ray", fake_ray)
     answers = [("address", 1)]
     monkeypatch.setattr(ranks_module, "answers_of", lambda refs, *_: answers * len(refs))
@@ -358,6 +383,81 @@ def test_a_learner_that_hangs_every_time_is_not_rebuilt_for_ever(
     with pytest.raises(LearnerError, match="failure 4 of this call"):
         group._recovering(hang)
     assert hangs == 8
+
+
+class Lost:
+    """A call that fails so, once for each time that it is given."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def __call__(self, *_: object) -> list[tuple[str, int]]:
+        if self.errors:
+            raise self.errors.pop(0)
+        return [("address", 1)]
+
+
+DIED = RankLostError("learner: a rank died")
+
+
+def test_one_death_is_one_rebuild_whoever_notices_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = _unstarted(tmp_path, monkeypatch)
+    first = group.ranks
+    group._recovering(Lost(DIED))
+    lost = Lost(DIED)
+    monkeypatch.setattr(ranks_module, "answers_of", lost)
+    group._start_anew(first)
+    assert (group.rebuilds, lost.errors) == (1, [DIED])
+    group._start_anew(group.ranks)
+    assert (group.rebuilds, lost.errors) == (2, [])
+    # What looked like a death was none.
+    group._start_anew(group.ranks)
+    assert group.rebuilds == 2
+    group.close()
+    lost.errors.append(DIED)
+    group._start_anew(group.ranks)
+    with pytest.raises(RankLostError):
+        group.checksum()
+    assert group.rebuilds == 2
+
+
+def test_ranks_that_cannot_be_brought_to_the_weights_of_now_are_used_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = CheckpointError("damaged")
+    group = _unstarted(tmp_path, monkeypatch)
+    monkeypatch.setattr(ranks_module, "answers_of", Lost(DIED, broken))
+    # Nobody waits for it: the next call says so, and every other.
+    group._start_anew(group.ranks)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="damaged"):
+            group.checksum()
+
+    group = _unstarted(tmp_path, monkeypatch)
+    group._since = [ranks_module._Learned([], {})]
+    update = Lost(broken)
+    monkeypatch.setattr(group, "_update", update)
+    group._start_anew(group.ranks)
+    with pytest.raises(CheckpointError, match="damaged"):
+        group._recovering(Lost(DIED))
+    assert update.errors == []
+    # Again, the update would be made on what the first try has left.
+    with pytest.raises(CheckpointError, match="damaged"), group.held():
+        pytest.fail("held with other weights than those of its version")
+
+
+def test_no_state_is_called_whole_that_ranks_of_now_have_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = _unstarted(tmp_path, monkeypatch)
+    group._since = [ranks_module._Writing(checkpoint_folder(tmp_path, 1), info_of(1), ())]
+    monkeypatch.setattr(ranks_module, "answers_of", Lost(DIED))
+    group._start_anew(group.ranks)
+    assert group._undone == group._since
+    with pytest.raises(RankLostError, match="a rank died meanwhile"):
+        group.let_write()
 
 
 def test_the_first_update_after_a_rebuild_is_not_judged_by_those_before(
