@@ -110,3 +110,13 @@ def test_every_file_of_code_that_a_text_names_is_there() -> None:
             if not any(file.endswith(f"/{name}") for file in FILES)
         ]
     assert "\n".join(gone) == ""
+
+
+def test_the_command_for_a_card_has_every_test_that_needs_one() -> None:
+    text = (PROJECT / "CONTRIBUTING.md").read_text()
+    (named,) = re.findall(r"`pytest -m gpu ([^`]+)`", text)
+    paths = [PROJECT / path for path in named.split()]
+    needy = [f for f in PROJECT.glob("tests/**/*.py") if "pytest.mark.gpu" in f.read_text()]
+    needy.remove(Path(__file__))
+    assert len(needy) > 5
+    assert [f for f in needy if not any(f.is_relative_to(path) for path in paths)] == []
