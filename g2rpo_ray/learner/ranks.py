@@ -57,7 +57,7 @@ class LearnerGroup:
     makes the updates since then again with the same groups, and repeats the call: the same bits as
     if nothing had happened. Safe to call from several threads, one call at a time.
 
-    Inside ``watched`` the ranks start anew as soon as one dies, whatever the caller waits for. Only
+    After ``watch`` the ranks start anew as soon as one dies, whatever the caller waits for. Only
     the updates are left to the next call: until then the card's memory may be others' to use.
     """
 
@@ -102,6 +102,14 @@ class LearnerGroup:
         """When the last of them was found whole."""
         self.ranks: list[ActorHandle] = []
         self._places: list[Place] = []
+
+    def start(self) -> None:
+        """Start the ranks; until ``close``, which any thread may call meanwhile.
+
+        Raises:
+            CheckpointError: ``checkpoint`` is damaged.
+            LearnerError: a rank fails, or ``close`` came meanwhile.
+        """
         try:
             # A node that died a moment ago is still offered by Ray; a rebuild has started them.
             self._recovering(lambda: None if self.ranks else self._start())
@@ -149,16 +157,11 @@ class LearnerGroup:
             self._recovering(lambda: None)
             yield
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """While inside, the death of a rank is noticed at once; at the end all ranks end."""
+    def watch(self) -> None:
+        """From now on the death of a rank is noticed at once."""
         with self._lock:
             self._is_watched = True
             self._watch()
-        try:
-            yield
-        finally:
-            self.close()
 
     def heal(self) -> bool:
         """Look whether a rank died or hangs outside of a call made here; True after a rebuild."""
@@ -238,6 +241,10 @@ class LearnerGroup:
             .remote(self._config, rank)
             for rank in range(settings.ranks)
         ]
+        if self._is_closed:
+            # By another thread, which may have come before these ranks.
+            self._end_ranks()
+            raise RankLostError("learner: ended while it started")
         if self._is_watched:
             self._watch()
         self._places = []

@@ -172,7 +172,9 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
         room = stack.enter_context(_room(config, kept, workers, tell))
         assert room is not None
         tell("starting learner ranks, reward servers and rollout workers")
-        starting = beside.submit(LearnerGroup, config, room, checkpoint, tell, version)
+        # It ends before its room and after those whom it sends to, also where it has not started.
+        learner = LearnerGroup(config, room, checkpoint, tell, version)
+        starting = beside.submit(stack.enter_context(closing(learner)).start)
         kind = _DrawingRoles(run_name(config), private, [run_folder(config) / KEPT])
         with (
             kind.started(config, room, kept, workers, tell) as (rewards, encoder, pool),
@@ -182,9 +184,8 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
                 # What fails there fails again for the first prompt, and is told then.
                 actor.prepare.remote()
             kind.wait(config)
-            learner = starting.result()
-            # From here on; it ends before its room and after those whom it sends to.
-            stack.enter_context(learner.watched())
+            starting.result()
+            learner.watch()
             tell(f"training {learner.coverage}")
             tflop = learner.ranks[0].__ray_call__.remote(evaluation_tflop, config)
             pool.wait_until_ready()

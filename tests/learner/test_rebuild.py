@@ -5,7 +5,8 @@ import resource
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ def test_a_damaged_checkpoint_is_named_and_ends_the_start(
     file = damaged / WEIGHTS_FILE.format(0)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError) as caught:
-        LearnerGroup(tiny_config(tmp_path / "run", "learner.ranks=1"), placement, damaged)
+        LearnerGroup(tiny_config(tmp_path / "run", "learner.ranks=1"), placement, damaged).start()
     assert f"{file}: damaged" in str(caught.value)
 
 
@@ -79,10 +80,44 @@ def test_a_rank_that_dies_while_it_starts_is_replaced(
     told: list[str] = []
     config = tiny_config(tmp_path / "run", "learner.ranks=1")
     group = LearnerGroup(config, placement, None, told.append)
+    group.start()
     assert group.rebuilds == 1
     assert "a rank died during 'placement'" in told[0]
     assert "parameters in" in group.coverage
     group.close()
+
+
+def test_a_group_that_is_closed_while_it_starts_is_not_started_anew(
+    placement: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C while the roles start."""
+    told, place_of = list[str](), ranks_module._place_of
+    config = tiny_config(tmp_path / "run", "learner.ranks=1")
+    group, late = (LearnerGroup(config, placement, None, told.append) for _ in range(2))
+
+    def close_meanwhile(rank: ray.actor.ActorHandle) -> ray.ObjectRef:
+        closing_thread.start()
+        return place_of(rank)
+
+    closing_thread = threading.Thread(target=group.close)
+    monkeypatch.setattr(ranks_module, "_place_of", close_meanwhile)
+    with ThreadPoolExecutor(1) as beside:
+        starting = beside.submit(group.start)
+        with pytest.raises(RankLostError):
+            starting.result()
+    closing_thread.join()
+    # A thread that comes after the end starts nothing that stays.
+    late.close()
+    with pytest.raises(RankLostError, match="ended while it started"):
+        late.start()
+    assert (group.rebuilds, late.rebuilds, told) == (0, 0, [])
+    ranks = [*group.ranks, *late.ranks]
+    assert len(ranks) == 2
+    wait_until(lambda: all(is_dead(rank) for rank in ranks), "the end of their ranks")
+
+
+def is_dead(actor: ray.actor.ActorHandle) -> bool:
+    return ray._private.state.actors(actor._actor_id.hex())["State"] == "DEAD"
 
 
 def test_a_rank_that_fails_dies_or_does_not_answer_is_named_with_what_it_did(
@@ -91,6 +126,7 @@ def test_a_rank_that_fails_dies_or_does_not_answer_is_named_with_what_it_did(
     group = LearnerGroup(
         tiny_config(tmp_path / "run", "learner.ranks=1", "learner.max_failures=0"), placement, None
     )
+    group.start()
     assert "parameters in" in group.coverage
     with pytest.raises(LearnerError) as caught:
         group.update([ray.put("no group")])
@@ -119,6 +155,7 @@ def test_a_lost_rank_leaves_the_weights_as_they_would_have_been(
     config = tiny_config(tmp_path / "run", "learner.ranks=1")
     groups = [ray.put(group) for group in draw_groups(config, encode(config, CAPTIONS[:2]))]
     quiet = LearnerGroup(config, placement, None)
+    quiet.start()
     # A guard may have lowered a weight in between: each update is made again with its own.
     scales = [{}, {"hps": 0.5}, {"hps": 0.25}]
     for own in scales:
@@ -128,6 +165,7 @@ def test_a_lost_rank_leaves_the_weights_as_they_would_have_been(
 
     told: list[str] = []
     group = LearnerGroup(config, placement, None, told.append)
+    group.start()
     first = group.update(groups, scales[0])
     # From the base model, with the first update made again.
     ray.kill(group.ranks[0])
@@ -154,6 +192,7 @@ def test_a_checkpoint_is_of_the_weights_of_then_whatever_comes_while_it_is_writt
     quiet, disturbed = (checkpoint_folder(tmp_path / name, 1) for name in ("quiet", "disturbed"))
 
     group = LearnerGroup(config, placement, None)
+    group.start()
     group.update(groups)
     group.save(quiet, info_of(1))
     group.finish_save()
@@ -163,7 +202,9 @@ def test_a_checkpoint_is_of_the_weights_of_then_whatever_comes_while_it_is_writt
 
     told: list[str] = []
     group = LearnerGroup(config, placement, None, told.append)
-    with group.watched():
+    group.start()
+    with closing(group):
+        group.watch()
         group.update(groups)
         ray.get(group.ranks[0].__ray_call__.remote(_write_slowly))
         group.save(disturbed, info_of(1))
@@ -216,6 +257,7 @@ def test_a_disk_that_is_full_is_named_by_the_next_call_and_the_last_good_one_sta
     config = tiny_config(tmp_path / "run", "learner.ranks=1")
     groups = [ray.put(group) for group in draw_groups(config, encode(config, CAPTIONS[:1]))]
     group = LearnerGroup(config, placement, None)
+    group.start()
     good, bad = (checkpoint_folder(tmp_path, iteration) for iteration in (1, 2))
     group.save(good, info_of(1))
     group.finish_save()
@@ -357,7 +399,9 @@ def _unstarted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LearnerGroup:
     answers = [("address", 1)]
     monkeypatch.setattr(ranks_module, "answers_of", lambda refs, *_: answers * len(refs))
     monkeypatch.setattr(ranks_module, "report", lambda *_: "")
-    return LearnerGroup(tiny_config(folder / "run"), mock.MagicMock(), None, lambda _: None)
+    group = LearnerGroup(tiny_config(folder / "run"), mock.MagicMock(), None, lambda _: None)
+    group.start()
+    return group
 
 
 def test_a_learner_that_hangs_every_time_is_not_rebuilt_for_ever(

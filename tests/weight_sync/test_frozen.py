@@ -153,6 +153,7 @@ def trained(config: Config, groups: list[ray.ObjectRef], killed: bool = False) -
     room = placement_group([{"CPU": 0.25}] * 2)
     group = LearnerGroup(config, room, None, told.append)
     try:
+        group.start()
         group.update(groups)
         sizes = ray.get([rank.__ray_call__.remote(mapped_kib) for rank in group.ranks])
         assert [copied for _, copied in sizes] == [0, 0], "DeepSpeed wrote into frozen weights"

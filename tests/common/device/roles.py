@@ -70,6 +70,7 @@ def learner_rank(config: Config) -> Found:
     with placed([learner_demand(config)], [], 360.0, print) as placement:
         assert placement is not None
         group = LearnerGroup(config, placement, None)
+        group.start()
         answers = ray.get([rank.__ray_call__.remote(look) for rank in group.ranks])
         group.close()
     assert answers[0] == answers[1]
