@@ -21,7 +21,13 @@ TOGETHER = (
     # One group of ranks, whose processes take seconds to start.
     ("learner/test_family_ranks.py", "learner/test_old_policy.py", "learner/test_ranks.py"),
     # Every published network is counted once.
-    ("plan/test_plan.py", "plan/test_memory.py", "plan/test_networks.py", "test_docs_commands.py"),
+    (
+        "plan/test_plan.py",
+        "plan/test_memory.py",
+        "plan/test_networks.py",
+        "test_docs_commands.py",
+        "scripts/test_bench_families.py",
+    ),
 )
 """Files that share something dear: in parallel, one process runs them one after another."""
 

@@ -135,6 +135,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_so_do_those_of_the_rollouts_own_kernels() -> None:
     pytest.importorskip("triton", reason="PyTorch for CPUs alone comes without Triton")
     for name, (before, taken, error) in zip(

@@ -98,7 +98,8 @@ def saved_bytes(policy: Policy, x: Tensor, embeds: object) -> tuple[Tensor, int]
 
 # Compiled in one family: the product is one operation there, too.
 @pytest.mark.parametrize(
-    ("name", "compiled"), [*((name, False) for name in TINY), ("flux1_dev", True)]
+    ("name", "compiled"),
+    [*((name, False) for name in TINY), pytest.param("flux1_dev", True, marks=pytest.mark.long)],
 )
 def test_rollout_and_learner_compute_the_same_bits_in_less_memory(
     name: str, compiled: bool

@@ -48,6 +48,7 @@ def test_a_guided_velocity_is_as_long_as_the_conditional_one() -> None:
     torch.testing.assert_close(found.norm(dim=-1), positive.norm(dim=-1))
 
 
+@pytest.mark.long
 def test_a_decoder_of_videos_compiles() -> None:
     model = ModelSection(path=str(tiny_folder("qwen_image")), dtype="float32")
     vae = load_part(model, "vae", torch.float32)
