@@ -104,18 +104,14 @@ class LearnerGroup:
         self._places: list[Place] = []
 
     def start(self) -> None:
-        """Start the ranks; until ``close``, which any thread may call meanwhile.
+        """Start the ranks, which only ``close`` ends; any thread may call that meanwhile.
 
         Raises:
             CheckpointError: ``checkpoint`` is damaged.
             LearnerError: a rank fails, or ``close`` came meanwhile.
         """
-        try:
-            # A node that died a moment ago is still offered by Ray; a rebuild has started them.
-            self._recovering(lambda: None if self.ranks else self._start())
-        except BaseException:
-            self.close()
-            raise
+        # A node that died a moment ago is still offered by Ray; a rebuild has started them.
+        self._recovering(lambda: None if self.ranks else self._start())
 
     def update(
         self, groups: Sequence[ray.ObjectRef], scales: Mapping[str, float] = NO_SCALES

@@ -60,8 +60,9 @@ def test_a_damaged_checkpoint_is_named_and_ends_the_start(
     write_checkpoint(damaged, CheckpointInfo(1, 1, 1, 1, 1.0, "full", 0), state)
     file = damaged / WEIGHTS_FILE.format(0)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError) as caught:
-        LearnerGroup(tiny_config(tmp_path / "run", "learner.ranks=1"), placement, damaged).start()
+    group = LearnerGroup(tiny_config(tmp_path / "run", "learner.ranks=1"), placement, damaged)
+    with closing(group), pytest.raises(CheckpointError) as caught:
+        group.start()
     assert f"{file}: damaged" in str(caught.value)
 
 
