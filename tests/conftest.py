@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _takes_long(item: pytest.Item) -> bool:
     needs_ray = "ray_cluster" in getattr(item, "fixturenames", ())
     return needs_ray or item.get_closest_marker("slow") is not None
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """PyTorch counts a process's codes of a block and refuses more than a few: each test has none
+    when it begins, whichever came before it."""
+    yield
+    if compiler := sys.modules.get("torch._dynamo"):
+        compiler.reset()
+        compiler.config.recompile_limit = 8
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.models.policy import Policy
 
 CODES = 32
-"""Most compiled codes of one kind of block where texts vary: of every place that it has in the
-network, for one sample and for several, with and without a mask. PyTorch's own limit is 8."""
+"""Most compiled codes of one kind of block: of every place that it has in the network, for each
+batch size that is tried, exact and as float8, with and without a mask. PyTorch's own limit is 8."""
 
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -74,8 +74,7 @@ def compile_blocks(policy: Policy, cache: str | None, *, trained: bool = True) -
     if not trained and policy.transformer.device.type == "cuda":
         policy.family.fuse(policy.transformer)
     keep_compiled(cache)
-    if policy.family.text_varies:
-        torch._dynamo.config.recompile_limit = CODES
+    torch._dynamo.config.recompile_limit = CODES
     for _, block in policy.blocks():
         # Automatic: shapes that changed once may change from then on, in the same code.
         block.compile(fullgraph=True, dynamic=None if policy.family.text_varies else False)

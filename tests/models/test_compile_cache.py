@@ -7,8 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from g2rpo_ray.models.kernels import CACHE_VARIABLE, CompileCacheError, keep_compiled
+from g2rpo_ray.config.rollout import AUTO_BATCH_SIZES
+from g2rpo_ray.models.kernels import (
+    CACHE_VARIABLE,
+    CompileCacheError,
+    compile_blocks,
+    keep_compiled,
+)
+from g2rpo_ray.models.policy import load_policy
+from tests.tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
 START = """
@@ -82,3 +91,23 @@ def test_where_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.environ[CACHE_VARIABLE] == str(tmp_path / "own")
     keep_compiled(str(tmp_path / "named"))
     assert os.environ[CACHE_VARIABLE] == str(tmp_path / "named")
+
+
+def test_every_batch_size_that_auto_tries_compiles_for_two_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As exact and as float8; here one of the two has adapters."""
+    unset(monkeypatch)
+    compile_plainly = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **options: compile_plainly(self, backend="eager", **options),
+    )
+    configs = [tiny_config(tmp_path, *more) for more in ([], ["model.lora.rank=2"])]
+    with torch.no_grad():
+        for policy in map(load_policy, configs):
+            embeds = policy.blank(4, torch.float32, "cpu")
+            compile_blocks(policy, str(tmp_path / "code"))
+            for rows in AUTO_BATCH_SIZES:
+                policy(torch.zeros(rows, *policy.shape.packed), torch.ones(rows), embeds)

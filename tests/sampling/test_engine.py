@@ -354,7 +354,6 @@ def test_compiled_code_gives_the_same_latents(
 
     if not inductor:
         monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", run_as_traced)
-    torch._dynamo.reset()
     overrides = ["rollout.batch_size=4", f"rollout.compile_cache={tmp_path / 'code'}"]
     overrides += ["model.lora.rank=2"] if lora else []
     engine = RolloutEngine(tiny_config(tmp_path, *overrides, "rollout.compile=true"), CPU)
@@ -369,7 +368,6 @@ def test_compiled_code_gives_the_same_latents(
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     difference = engine.decoder.decode(ours).int() - plain.decoder.decode(expected).int()
     assert int(difference.abs().max()) <= 1
-    torch._dynamo.reset()
 
 
 def test_where_compiling_fails_the_rollout_goes_on_with_a_warning(
@@ -379,7 +377,6 @@ def test_where_compiling_fails_the_rollout_goes_on_with_a_warning(
         raise RuntimeError("no compiler for this card")
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
-    torch._dynamo.reset()
     config = tiny_config(tmp_path, "rollout.compile=true")
     engine = RolloutEngine(config, CPU)
     (warning,) = engine.warnings

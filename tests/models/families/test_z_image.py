@@ -64,7 +64,6 @@ def test_blocks_compile_for_all_lengths_of_text(monkeypatch: pytest.MonkeyPatch)
         "compile",
         lambda self, **options: compile_plainly(self, backend="eager", **options),
     )
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     plain, compiled = (load_policy(family_config("z_image")) for _ in range(2))
     lengths_of = ((48, 48), (48, 20), (90, 20), (20, 20), (150, 20), (20, 40), (200, 20), (9, 9))
