@@ -29,8 +29,8 @@ class StopSignal:
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-    def __init__(self, meanwhile: str = "a checkpoint is written first") -> None:
-        self._meanwhile = meanwhile
+    def __init__(self, meanwhile: str) -> None:
+        self.meanwhile = meanwhile
         self._received: StopRequested | None = None
         self._held = False
 
@@ -71,4 +71,4 @@ class StopSignal:
                 return
             raise KeyboardInterrupt
         self._received = StopRequested(number, now_s)
-        print(f"\nstopping: {self._meanwhile}; once more stops at once", flush=True)
+        print(f"\nstopping: {self.meanwhile}; once more stops at once", flush=True)

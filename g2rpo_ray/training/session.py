@@ -35,7 +35,7 @@ class Session:
         self.heldout_prompts = evenly(list(enumerate(heldout)), config.evaluation.prompts)
         """(id, text) of those that are used."""
         self.progress = Progress(config.iterations, run.info.iteration)
-        self.stop = StopSignal()
+        self.stop = StopSignal("nothing is lost; the roles that have started are ended first")
         self.memory = PeakMemory()
         settings = config.model_dump(mode="json")
         self.log = MetricsLog(run.folder, config.tracking, settings, run.first_record)
@@ -69,6 +69,7 @@ class Session:
         """From the moment when all roles have started: this life's numbers go on from here."""
         with self.log, self.progress:
             self._starting = False
+            self.stop.meanwhile = "a checkpoint is written first"
             begin_life(self.run, self.config)
             yield
 

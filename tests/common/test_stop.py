@@ -19,7 +19,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_raised_at_the_next_check_with_its_number(number: signal.Signals) -> None:
-    with StopSignal() as stop:
+    with StopSignal("all stays") as stop:
         stop.check()
         signal.raise_signal(number)
         with pytest.raises(StopRequested, match=number.name) as caught:
@@ -28,16 +28,17 @@ def test_a_signal_is_raised_at_the_next_check_with_its_number(number: signal.Sig
 
 
 def test_a_second_signal_interrupts_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with StopSignal():
+    with StopSignal("all stays"):
         signal.raise_signal(signal.SIGINT)
-        assert "once more stops at once" in capsys.readouterr().out
+        told = "stopping: all stays; once more stops at once"
+        assert told in capsys.readouterr().out
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
 
 
 def test_one_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of ``timeout``, which signals its child and then the group that both are in."""
-    with StopSignal() as stop:
+    with StopSignal("all stays") as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(StopRequested):
@@ -48,7 +49,7 @@ def test_one_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nothing_stops_while_a_stop_is_held() -> None:
-    with StopSignal() as stop:
+    with StopSignal("all stays") as stop:
         with stop.held():
             signal.raise_signal(signal.SIGTERM)
             stop.check()
@@ -58,13 +59,13 @@ def test_nothing_stops_while_a_stop_is_held() -> None:
 
 def test_the_handlers_of_before_are_back_afterwards() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
-    with StopSignal():
+    with StopSignal("all stays"):
         assert [signal.getsignal(number) for number in SIGNALS] != before
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_a_signal_during_the_start_does_not_wait_for_the_other_roles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started, ended = [], []
 
@@ -86,3 +87,6 @@ def test_a_signal_during_the_start_does_not_wait_for_the_other_roles(
     with pytest.raises(StopRequested):
         train_module.train(tiny_config(tmp_path / "run"))
     assert (started, ended) == (["workers"], ["all"])
+    told = capsys.readouterr().out
+    assert "the roles that have started are ended first" in told
+    assert "checkpoint" not in told, "there is none yet"
