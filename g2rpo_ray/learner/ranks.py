@@ -29,8 +29,8 @@ from g2rpo_ray.learner.worker import LIVES, NO_SCALES, Learner
 
 T = TypeVar("T")
 
-END_AGAIN_S = 0.2
-"""So often ``close`` ends what another thread has started meanwhile."""
+LOOK_AGAIN_S = 0.2
+"""So often who ends a run looks at what another thread, at a call, has started meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -194,13 +194,27 @@ class LearnerGroup:
             self._recovering(self._settle)
 
     def let_write(self) -> None:
-        """Before a run ends by an error: as ``finish_save``, but nothing is rebuilt for it."""
-        with self._lock:
-            if self._writing and not self._is_lost:
-                self._tell("learner: what is being written becomes whole before the run ends")
-                if self._undone:
+        """Before a run ends by an error: as ``finish_save``, but nothing is rebuilt for it, and a
+        rebuild under way is not waited for.
+
+        Raises:
+            RankLostError: a rank has died, and what it was writing is lost.
+            DiskError, CheckpointError: as of ``finish_save``.
+        """
+        while True:
+            is_held = self._lock.acquire(timeout=LOOK_AGAIN_S)
+            try:
+                if not (writing := self._writing) or self._is_lost:
+                    return
+                if writing in self._undone:
                     raise RankLostError("learner: a rank died meanwhile")
-                self._settle()
+                if is_held:
+                    self._tell("learner: what is being written becomes whole before the run ends")
+                    self._settle()
+                    return
+            finally:
+                if is_held:
+                    self._lock.release()
 
     def checksum(self) -> str:
         """Of the trainable weights as they are now."""
@@ -210,7 +224,7 @@ class LearnerGroup:
     def close(self) -> None:
         """End every rank, also those that another thread is starting."""
         self._is_closed = True
-        while not self._lock.acquire(timeout=END_AGAIN_S):
+        while not self._lock.acquire(timeout=LOOK_AGAIN_S):
             self._end_ranks()
         self._end_ranks()
         self._lock.release()
@@ -353,8 +367,9 @@ class LearnerGroup:
         # It has its name only since it is whole, and may have got it before the rank was lost.
         if (writing := self._writing) and is_checkpoint_of(writing.folder, writing.info):
             self._take(writing)
-        self._start()
+        # Before they start: ranks that do not come so far have made none of it.
         self._undone = list(self._since)
+        self._start()
         self.rebuilds += 1
         updates = sum(isinstance(done, _Learned) for done in self._undone)
         self._tell(f"learner: its ranks have started anew; updates to be made again: {updates}")
