@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 LOOK_AGAIN_S = 0.2
 """So often who ends a run looks at what another thread, at a call, has started meanwhile."""
+START_LIMIT, UPDATE_LIMIT = "cluster.start_timeout_s", "learner.min_deadline_s to timeout_s"
+GRACE_LIMIT = "for an answer that costs nothing"
+"""What messages say of limits other than ``learner.timeout_s``."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class LearnerGroup:
 
         with self._lock:
             rebuilds = self.rebuilds
-            self._recovering(lambda: self._ask("heal", _place_of, GRACE_S))
+            self._recovering(lambda: self._ask("heal", _place_of, GRACE_S, GRACE_LIMIT))
             return self.rebuilds > rebuilds
 
     def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
@@ -259,13 +262,14 @@ class LearnerGroup:
             self._watch()
         self._places = []
         timeout_s = self._config.cluster.start_timeout_s
-        self._places = self._ask("placement", _place_of, timeout_s)
+        self._places = self._ask("placement", _place_of, timeout_s, START_LIMIT)
         meeting = self.ranks[0].__ray_call__.remote(free_address)
         ((address, port),) = answers_of([meeting], "address", self._timeout_s, self._tell)
         self.coverage: str = self._ask(
             "start",
             lambda rank: rank.start.remote(address, port, self._state, self._fence),
             timeout_s,
+            START_LIMIT,
         )[0]
         self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
         """Ranks that hold a part of the weights which no other rank can send."""
@@ -286,7 +290,7 @@ class LearnerGroup:
             # A call that was under way has noticed it, too; and who rebuilds or closes ends ranks.
             if self.ranks is ranks and not self._is_closed:
                 try:
-                    look = partial(self._ask, "rest", _place_of, GRACE_S)
+                    look = partial(self._ask, "rest", _place_of, GRACE_S, GRACE_LIMIT)
                     self._recovering(look, catch_up=False)
                 except Exception as error:  # noqa: BLE001  (handed to whoever calls next)
                     self._failed = error
@@ -297,6 +301,7 @@ class LearnerGroup:
             "update",
             lambda rank: rank.update.remote(it.groups, it.scales),
             self._deadline.deadline_s,
+            UPDATE_LIMIT,
         )
         seconds = time.monotonic() - started_s
         self._deadline.record(seconds)
@@ -408,10 +413,11 @@ class LearnerGroup:
         phase: str,
         call: Callable[[ActorHandle], ray.ObjectRef],
         timeout_s: float | None = None,
+        limit: str = "learner.timeout_s",
     ) -> list[Any]:
         """Every rank's answer; see ``answers_of``."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return answers_of([call(rank) for rank in self.ranks], phase, limit_s, self._tell)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return answers_of([call(rank) for rank in self.ranks], phase, timeout_s, self._tell, limit)
 
 
 def _place_of(rank: ActorHandle) -> ray.ObjectRef:

@@ -558,6 +558,37 @@ def test_who_ends_a_run_waits_for_no_ranks_that_are_starting_anew(
     assert isinstance(error, RankLostError) if is_writing else error is None
 
 
+def test_a_limit_that_is_missed_is_named_by_the_setting_that_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = _unstarted(tmp_path, monkeypatch)
+    settings, limits = group._config, dict[str, tuple[float, str]]()
+
+    def silent(
+        refs: list[Any], phase: str, timeout_s: float, _tell: Any, limit: str = "learner.timeout_s"
+    ) -> list[Any]:
+        limits[phase] = timeout_s, limit
+        return [("address", 1)] * len(refs)
+
+    monkeypatch.setattr(ranks_module, "answers_of", silent)
+    group._start()
+    group.heal()
+    group.checksum()
+    group.ranks[0].update = mock.Mock()
+    with pytest.raises(AttributeError, match="records"):
+        group._update(ranks_module._Learned([], {}))
+    start = settings.cluster.start_timeout_s, "cluster.start_timeout_s"
+    own = settings.learner.timeout_s, "learner.timeout_s"
+    assert limits == {
+        "placement": start,
+        "address": own,
+        "start": start,
+        "heal": (answers.GRACE_S, "for an answer that costs nothing"),
+        "checksum": own,
+        "update": (settings.learner.timeout_s, "learner.min_deadline_s to timeout_s"),
+    }
+
+
 def test_the_first_update_after_a_rebuild_is_not_judged_by_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
