@@ -1,6 +1,7 @@
 """``g2rpo``: the command line."""
 
 import argparse
+import errno
 import signal
 import sys
 import threading
@@ -33,6 +34,8 @@ EXIT_INTERRUPTED = 130
 """Ctrl-C, as shells say it: 128 and the signal's number."""
 EXIT_REQUEUE = 85
 """SIGTERM or SIGUSR1 (preemption, a time limit): a checkpoint is written, start it again."""
+REFUSED = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+"""What the system says of a path that was given where it does not even look at it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Any file of a command may be the one that meets a full or read-only disk.
         is_disk = disk_fault(error) is not None
+        if isinstance(error, OSError) and error.filename and error.errno in REFUSED:
+            print(redacted(f"g2rpo: {error.filename}: {error.strerror}"), file=sys.stderr)
+            return EXIT_BAD_INPUT
         if not isinstance(error, InputError | RunError) and not is_disk:
             raise
         # The text of an error from a Ray task has the remote traceback; its cause is what helps.

@@ -126,7 +126,9 @@ def check_room(folder: Path, size_bytes: int, what: str) -> None:
 
 
 def _free(path: Path) -> int:
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    # Path.exists raises where a name is too long, or a folder on the way may not be looked into.
+    folders = (path, *path.absolute().parents)
+    there = next(folder for folder in folders if os.path.exists(folder))  # noqa: PTH110
     return shutil.disk_usage(there).free
 
 

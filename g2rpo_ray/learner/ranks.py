@@ -29,8 +29,11 @@ from g2rpo_ray.learner.worker import LIVES, NO_SCALES, Learner
 
 T = TypeVar("T")
 
-END_AGAIN_S = 0.2
-"""So often ``close`` ends what another thread has started meanwhile."""
+LOOK_AGAIN_S = 0.2
+"""So often who ends a run looks at what another thread, at a call, has started meanwhile."""
+START_LIMIT, UPDATE_LIMIT = "cluster.start_timeout_s", "learner.min_deadline_s to timeout_s"
+GRACE_LIMIT = "for an answer that costs nothing"
+"""What messages say of limits other than ``learner.timeout_s``."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class LearnerGroup:
 
         with self._lock:
             rebuilds = self.rebuilds
-            self._recovering(lambda: self._ask("heal", _place_of, GRACE_S))
+            self._recovering(lambda: self._ask("heal", _place_of, GRACE_S, GRACE_LIMIT))
             return self.rebuilds > rebuilds
 
     def save(self, folder: Path, info: CheckpointInfo, keep_also: Sequence[int] = ()) -> None:
@@ -194,13 +197,27 @@ class LearnerGroup:
             self._recovering(self._settle)
 
     def let_write(self) -> None:
-        """Before a run ends by an error: as ``finish_save``, but nothing is rebuilt for it."""
-        with self._lock:
-            if self._writing and not self._is_lost:
-                self._tell("learner: what is being written becomes whole before the run ends")
-                if self._undone:
+        """Before a run ends by an error: as ``finish_save``, but nothing is rebuilt for it, and a
+        rebuild under way is not waited for.
+
+        Raises:
+            RankLostError: a rank has died, and what it was writing is lost.
+            DiskError, CheckpointError: as of ``finish_save``.
+        """
+        while True:
+            is_held = self._lock.acquire(timeout=LOOK_AGAIN_S)
+            try:
+                if not (writing := self._writing) or self._is_lost:
+                    return
+                if writing in self._undone:
                     raise RankLostError("learner: a rank died meanwhile")
-                self._settle()
+                if is_held:
+                    self._tell("learner: what is being written becomes whole before the run ends")
+                    self._settle()
+                    return
+            finally:
+                if is_held:
+                    self._lock.release()
 
     def checksum(self) -> str:
         """Of the trainable weights as they are now."""
@@ -210,7 +227,7 @@ class LearnerGroup:
     def close(self) -> None:
         """End every rank, also those that another thread is starting."""
         self._is_closed = True
-        while not self._lock.acquire(timeout=END_AGAIN_S):
+        while not self._lock.acquire(timeout=LOOK_AGAIN_S):
             self._end_ranks()
         self._end_ranks()
         self._lock.release()
@@ -245,13 +262,14 @@ class LearnerGroup:
             self._watch()
         self._places = []
         timeout_s = self._config.cluster.start_timeout_s
-        self._places = self._ask("placement", _place_of, timeout_s)
+        self._places = self._ask("placement", _place_of, timeout_s, START_LIMIT)
         meeting = self.ranks[0].__ray_call__.remote(free_address)
         ((address, port),) = answers_of([meeting], "address", self._timeout_s, self._tell)
         self.coverage: str = self._ask(
             "start",
             lambda rank: rank.start.remote(address, port, self._state, self._fence),
             timeout_s,
+            START_LIMIT,
         )[0]
         self.weight_senders = self.ranks if settings.zero_stage == 3 else self.ranks[:1]
         """Ranks that hold a part of the weights which no other rank can send."""
@@ -272,7 +290,7 @@ class LearnerGroup:
             # A call that was under way has noticed it, too; and who rebuilds or closes ends ranks.
             if self.ranks is ranks and not self._is_closed:
                 try:
-                    look = partial(self._ask, "rest", _place_of, GRACE_S)
+                    look = partial(self._ask, "rest", _place_of, GRACE_S, GRACE_LIMIT)
                     self._recovering(look, catch_up=False)
                 except Exception as error:  # noqa: BLE001  (handed to whoever calls next)
                     self._failed = error
@@ -283,6 +301,7 @@ class LearnerGroup:
             "update",
             lambda rank: rank.update.remote(it.groups, it.scales),
             self._deadline.deadline_s,
+            UPDATE_LIMIT,
         )
         seconds = time.monotonic() - started_s
         self._deadline.record(seconds)
@@ -353,8 +372,9 @@ class LearnerGroup:
         # It has its name only since it is whole, and may have got it before the rank was lost.
         if (writing := self._writing) and is_checkpoint_of(writing.folder, writing.info):
             self._take(writing)
-        self._start()
+        # Before they start: ranks that do not come so far have made none of it.
         self._undone = list(self._since)
+        self._start()
         self.rebuilds += 1
         updates = sum(isinstance(done, _Learned) for done in self._undone)
         self._tell(f"learner: its ranks have started anew; updates to be made again: {updates}")
@@ -393,10 +413,11 @@ class LearnerGroup:
         phase: str,
         call: Callable[[ActorHandle], ray.ObjectRef],
         timeout_s: float | None = None,
+        limit: str = "learner.timeout_s",
     ) -> list[Any]:
         """Every rank's answer; see ``answers_of``."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        return answers_of([call(rank) for rank in self.ranks], phase, limit_s, self._tell)
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return answers_of([call(rank) for rank in self.ranks], phase, timeout_s, self._tell, limit)
 
 
 def _place_of(rank: ActorHandle) -> ray.ObjectRef:

@@ -26,11 +26,18 @@ class GroupsLostError(LearnerError):
 
 
 def answers_of(
-    refs: list[ray.ObjectRef], phase: str, timeout_s: float, tell: Callable[[str], None]
+    refs: list[ray.ObjectRef],
+    phase: str,
+    timeout_s: float,
+    tell: Callable[[str], None],
+    limit: str = "learner.timeout_s",
 ) -> list[Any]:
     """Every rank's answer to a call, in the order of ranks.
 
     A line every ``HEARTBEAT_S`` says that a long phase is no hang.
+
+    Args:
+        limit: what ``timeout_s`` comes from, as messages call it.
 
     Raises:
         RankLostError: a rank died, did not answer in time, or lost touch with another.
@@ -53,8 +60,8 @@ def answers_of(
         except ray.exceptions.GetTimeoutError:
             if left_s <= HEARTBEAT_S:
                 raise RankLostError(
-                    f"learner: '{phase}' did not end within {timeout_s:g} s (learner.timeout_s); a "
-                    "rank may hang in a collective, see the ranks' logs"
+                    f"learner: '{phase}' did not end within {timeout_s:g} s ({limit}); a rank may "
+                    "hang in a collective, see the ranks' logs"
                 ) from None
         except ray.exceptions.RayTaskError as error:
             raise (as_it_says(error.cause, phase) or _failure(refs, phase)) from error

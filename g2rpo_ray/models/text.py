@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from unicodedata import normalize
 
 import torch
 
@@ -51,9 +52,10 @@ class TextEncoder:
 
     def cut(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each of the texts that has too many."""
-        # No tokenizer makes more tokens than bytes; the rest is what the pipeline adds.
-        added = self._family.text_tokens(self._pipeline, "")
-        long = [text for text in texts if len(text.encode()) + added > self._length]
+        # No tokenizer makes more tokens than bytes of what it normalizes, and a mark of a word's
+        # start; the rest is what the pipeline adds.
+        most = self._length - 1 - self._family.text_tokens(self._pipeline, "")
+        long = [text for text in texts if len(normalize("NFKC", text).encode()) > most]
         tokens = [self._family.text_tokens(self._pipeline, text) for text in long]
         return [size for size in tokens if size > self._length]
 

@@ -33,6 +33,8 @@ from g2rpo_ray.cluster.demand import (
     shortage,
 )
 from g2rpo_ray.cluster.placement import Tell, placed, wait_for_nodes
+from g2rpo_ray.cluster.postmortem import error_of, first_line
+from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
@@ -44,6 +46,7 @@ from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.client import RewardClient
 from g2rpo_ray.rewards.server import reward_servers, wait_for_servers
 from g2rpo_ray.rollout.pool import RolloutPool
+from g2rpo_ray.rollout.supply import ENCODER, SupplyError
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.training.cards import check_cards
 from g2rpo_ray.training.settings import for_evaluation_workers
@@ -84,10 +87,22 @@ class Encoder:
 
         Args:
             on_wait: called each second meanwhile, as the encoders may still be loaded.
+
+        Raises:
+            InputError, RunError: they cannot be loaded.
+            SupplyError: they failed otherwise, or their process ended.
         """
         asked = [actor.cut.remote(texts) for actor in self.started]
         while asked and not ray.wait(asked, timeout=1)[0]:
             on_wait()
+        for answer in asked:
+            if isinstance(cause := error_of(answer), InputError | RunError):
+                raise cause
+            if cause is not None:
+                raise SupplyError(
+                    f"no prompt can be encoded: {ENCODER} failed with {type(cause).__name__}: "
+                    f"{first_line(cause)}"
+                ) from cause
         return cut_words([*itertools.chain(*ray.get(asked))], len(texts), length)
 
     def training(self, prompts: Sequence[tuple[int, str]]) -> list[ray.ObjectRef]:

@@ -217,6 +217,20 @@ def test_run_dir_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"run_dir {file}/run: cannot be written" in printed
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["train", "run_dir="], ["evaluate", "--checkpoint=base", "--out="], ["export", "--to="]],
+)
+def test_a_path_that_no_system_looks_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    path = tmp_path / ("x" * 300)
+    assert main([*words[:1], str(QUICKSTART), *words[1:-1], f"{words[-1]}{path}"]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("g2rpo: ")
+    assert f"{path}: File name too long" in told
+
+
 def test_what_is_missing_is_named_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train"])

@@ -127,6 +127,7 @@ def test_an_error_of_another_process_is_recognised_by_its_text() -> None:
 def test_room_is_asked_for_before_anything_is_there(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     check_room(tmp_path / "new" / "folder", free // 2, "it")
+    check_room(tmp_path / ("x" * 300) / "folder", free // 2, "it")
     with pytest.raises(DiskError, match=r"new/folder: it takes \d.* and \d.* are free there"):
         check_room(tmp_path / "new" / "folder", 2 * free, "it")
     assert not left(tmp_path)

@@ -60,6 +60,13 @@ def test_a_file_is_no_prompt(tmp_path: Path) -> None:
         list(sample(tiny_config(tmp_path / "run"), SampleOptions(prompts), tmp_path / "out"))
 
 
+def test_a_folder_that_cannot_be_is_named_by_its_option(tmp_path: Path) -> None:
+    """Also to the check of its disk's room, which comes first."""
+    out = tmp_path / ("x" * 300)
+    with pytest.raises(SampleError, match=r"^--out .*: cannot be written: .*File name too long"):
+        list(sample(tiny_config(tmp_path / "run"), SampleOptions(CAPTIONS[:1]), out))
+
+
 @pytest.mark.parametrize("prompt", ["", " \n", "\u200b\ufeff"])
 def test_an_empty_prompt_is_refused(
     prompt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -505,6 +505,90 @@ def test_no_state_is_called_whole_that_ranks_of_now_have_not_begun(
         group.let_write()
 
 
+@pytest.mark.parametrize("noticed", ["by a call", "while nobody calls"])
+def test_no_state_is_called_whole_where_the_ranks_did_not_start_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
+) -> None:
+    """A rank that never began to write has nothing to wait for, and says so to whoever asks."""
+    group = _unstarted(tmp_path, monkeypatch)
+    group._since = [ranks_module._Writing(checkpoint_folder(tmp_path, 1), info_of(1), ())]
+    no_start = Lost(LearnerError("learner: 'placement': rank 0 failed with OutOfMemoryError"))
+    if noticed == "by a call":
+        monkeypatch.setattr(ranks_module, "answers_of", no_start)
+        with pytest.raises(LearnerError, match="OutOfMemoryError"):
+            group._recovering(Lost(DIED))
+    else:
+        no_start.errors.insert(0, DIED)
+        monkeypatch.setattr(ranks_module, "answers_of", no_start)
+        group._start_anew(group.ranks)
+    assert no_start.errors == []
+    monkeypatch.setattr(ranks_module, "answers_of", lambda refs, *_: [0.0] * len(refs))
+    with pytest.raises(RankLostError, match="a rank died meanwhile"):
+        group.let_write()
+    assert (group.saved_unix_s, group._state) == (None, None)
+
+
+@pytest.mark.parametrize("is_writing", [True, False])
+def test_who_ends_a_run_waits_for_no_ranks_that_are_starting_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_writing: bool
+) -> None:
+    """As by Ctrl-C, twice, while a lost rank's group loads its model."""
+    group = _unstarted(tmp_path, monkeypatch)
+    state = ranks_module._Writing(checkpoint_folder(tmp_path, 1), info_of(1), ())
+    group._since = [state] if is_writing else []
+    starting, over, start = threading.Event(), threading.Event(), group._start
+
+    def start_slowly() -> None:
+        starting.set()
+        assert over.wait(60)
+        start()
+
+    monkeypatch.setattr(group, "_start", start_slowly)
+    with ThreadPoolExecutor(2) as threads:
+        anew = threads.submit(group._recovering, Lost(DIED), False)
+        assert starting.wait(60)
+        end = threads.submit(group.let_write)
+        try:
+            done, _ = wait([end], 20)
+        finally:
+            over.set()
+        anew.result()
+    assert done == {end}
+    error = end.exception()
+    assert isinstance(error, RankLostError) if is_writing else error is None
+
+
+def test_a_limit_that_is_missed_is_named_by_the_setting_that_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = _unstarted(tmp_path, monkeypatch)
+    settings, limits = group._config, dict[str, tuple[float, str]]()
+
+    def silent(
+        refs: list[Any], phase: str, timeout_s: float, _tell: Any, limit: str = "learner.timeout_s"
+    ) -> list[Any]:
+        limits[phase] = timeout_s, limit
+        return [("address", 1)] * len(refs)
+
+    monkeypatch.setattr(ranks_module, "answers_of", silent)
+    group._start()
+    group.heal()
+    group.checksum()
+    group.ranks[0].update = mock.Mock()
+    with pytest.raises(AttributeError, match="records"):
+        group._update(ranks_module._Learned([], {}))
+    start = settings.cluster.start_timeout_s, "cluster.start_timeout_s"
+    own = settings.learner.timeout_s, "learner.timeout_s"
+    assert limits == {
+        "placement": start,
+        "address": own,
+        "start": start,
+        "heal": (answers.GRACE_S, "for an answer that costs nothing"),
+        "checksum": own,
+        "update": (settings.learner.timeout_s, "learner.min_deadline_s to timeout_s"),
+    }
+
+
 def test_the_first_update_after_a_rebuild_is_not_judged_by_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

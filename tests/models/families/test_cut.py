@@ -47,6 +47,10 @@ def test_what_is_cut_is_told_by_its_tokens(name: str) -> None:
     encoder._length, size = (family.text_tokens(encoder._pipeline, text) for text in (fits, long))
     assert encoder.cut([fits, long]) == [size]
     assert encoder.cut([fits]) == []
+    # A token for each of its letters, and for T5 one more before them.
+    letters = "zqxjzqxj"
+    encoder._length = family.text_tokens(encoder._pipeline, letters) - 1
+    assert encoder.cut([letters]) == [encoder._length + 1]
 
 
 def test_the_words_say_how_many_the_longest_and_the_setting() -> None:
