@@ -101,13 +101,16 @@ def test_only_tensors_and_json_are_on_the_disk(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+BOTH_OPTIONS = "(train: --resume PATH, other commands: --checkpoint PATH)"
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_cut_short(tmp_path: Path, file: str) -> None:
     path = write(tmp_path, 1) / file
     path.write_bytes(path.read_bytes()[:-1])
     message = error_of(path.parent)
     assert f"{path}: damaged" in message
-    assert "--resume PATH" in message
+    assert BOTH_OPTIONS in message
 
 
 def test_one_changed_bit(tmp_path: Path) -> None:
@@ -124,18 +127,26 @@ def test_one_changed_bit(tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path, file: str) -> None:
     path = write(tmp_path, 1) / file
     path.unlink()
-    assert f"{path}: missing; the checkpoint is incomplete" in error_of(path.parent)
+    message = error_of(path.parent)
+    assert f"{path}: missing; the checkpoint is incomplete" in message
+    assert BOTH_OPTIONS in message
 
 
 def test_missing_folder(tmp_path: Path) -> None:
     assert f"{tmp_path / 'none'}: no checkpoint there" in error_of(tmp_path / "none")
 
 
+def test_a_runs_folder_in_place_of_a_checkpoints(tmp_path: Path) -> None:
+    assert "folders in its checkpoints/" in error_of(write(tmp_path, 1).parent.parent)
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"format": 1', "\x00\x01"])
 def test_description_cut_short(tmp_path: Path, text: str) -> None:
     path = write(tmp_path, 1) / "state.json"
     path.write_text(text)
-    assert f"{path}: not readable" in error_of(path.parent)
+    message = error_of(path.parent)
+    assert f"{path}: not readable" in message
+    assert BOTH_OPTIONS in message
 
 
 @pytest.mark.parametrize("content", [[], {}, {"format": 1}, {"format": "2"}])

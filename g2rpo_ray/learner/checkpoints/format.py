@@ -43,6 +43,8 @@ from g2rpo_ray.learner.checkpoints.parts import (
 )
 
 FORMAT = 4
+ANOTHER = "name another checkpoint (train: --resume PATH, other commands: --checkpoint PATH)"
+"""What to do about a damaged one: every command that reads weights may meet it."""
 WEIGHTS_FILE, OPTIMIZER_FILE = "trainable-{:05d}.safetensors", "optimizer-{:05d}.safetensors"
 RANK_FILE = "rank-{:05d}.json"
 """What a rank has written, for state.json; or why it could not."""
@@ -262,12 +264,9 @@ def _weights_files(files: Mapping[str, str]) -> dict[str, str]:
 def _open_files(folder: Path, files: Mapping[str, str]) -> StateReader:
     for path, expected in ((folder / name, sha256) for name, sha256 in files.items()):
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing; the checkpoint is incomplete")
+            raise CheckpointError(f"{path}: missing; the checkpoint is incomplete; {ANOTHER}")
         if sha256_of_file(path) != expected:
-            raise CheckpointError(
-                f"{path}: damaged (SHA-256 differs from state.json); use an older checkpoint "
-                "with --resume PATH"
-            )
+            raise CheckpointError(f"{path}: damaged (SHA-256 differs from state.json); {ANOTHER}")
     return StateReader([folder / name for name in files])
 
 
@@ -277,9 +276,11 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no checkpoint there (no state.json)") from None
+        raise CheckpointError(
+            f"{folder}: no checkpoint there (no state.json); a run's: folders in its checkpoints/"
+        ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable: {error}") from error
+        raise CheckpointError(f"{path}: not readable: {error}; {ANOTHER}") from error
     found = content.pop("format", None) if isinstance(content, dict) else None
     if found != FORMAT:
         raise CheckpointError(
