@@ -137,7 +137,7 @@ def test_missing_folder(tmp_path: Path) -> None:
 
 
 def test_a_runs_folder_in_place_of_a_checkpoints(tmp_path: Path) -> None:
-    assert "folders in its checkpoints/" in error_of(write(tmp_path, 1).parent.parent)
+    assert "a run has them in checkpoints/" in error_of(write(tmp_path, 1).parent.parent)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": 1', "\x00\x01"])

@@ -277,7 +277,7 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder}: no checkpoint there (no state.json); a run's: folders in its checkpoints/"
+            f"{folder}: no checkpoint there (no state.json); a run has them in checkpoints/"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable: {error}; {ANOTHER}") from error
