@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.plan.arithmetic import describe
@@ -11,6 +12,7 @@ from g2rpo_ray.plan.costs import CPU, CostTable, load_costs
 from g2rpo_ray.plan.encoding import Encoding, plan_encoding
 from g2rpo_ray.plan.memory import PartsGib
 from g2rpo_ray.plan.prediction import Predictor, Split, recommend
+from g2rpo_ray.prompts.dataset import check_apart, read_config_prompts
 from g2rpo_ray.prompts.formats import PromptFileError
 
 DEFAULT_CARD = "H100"
@@ -82,6 +84,23 @@ def _encoding(predictor: Predictor, table: CostTable, split: Split) -> Encoding 
     if encoding and (warning := encoding.warning(split.iteration_s)):
         predictor.notes.append(warning)
     return encoding
+
+
+def prompt_lines(config: Config) -> list[str]:
+    """For a dry run: how many prompts each file has that is there.
+
+    Raises:
+        PromptFileError: of a file with which the run, too, would end.
+    """
+    lines, found = [], []
+    for name in ("train", "heldout"):
+        path = getattr(config.prompts, name)
+        there = resolve_path(path).exists()
+        found.append(read_config_prompts(config, path) if there else [])
+        told = f"{path}, {len(found[-1])} prompts" if there else f"{path} is not there (yet)"
+        lines.append(_line(f"prompts.{name}", told))
+    check_apart(*found)
+    return lines
 
 
 def encoding_lines(config: Config) -> list[str]:

@@ -194,6 +194,23 @@ def test_dry_run_prints_the_arithmetic_and_writes_the_settings(
     )
 
 
+def test_a_dry_run_reads_the_prompts_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, prompts, absent = f"run_dir={tmp_path / 'run'}", tmp_path / "p.txt", tmp_path / "no"
+    prompts.write_text("a red circle\n\na cat\n")
+    assert train("--dry-run", run_dir, f"prompts.train={absent}", f"prompts.heldout={prompts}") == 0
+    printed = capsys.readouterr().out
+    assert f"prompts.train  {absent} is not there (yet)" in printed
+    assert f"prompts.heldout  {prompts}, 2 prompts" in printed
+    both = [f"prompts.train={prompts}", f"prompts.heldout={prompts}"]
+    assert train("--dry-run", run_dir, *both) == 2
+    assert "share 2 prompts" in capsys.readouterr().err
+    prompts.write_text(" \n")
+    assert train("--dry-run", run_dir, both[0]) == 2
+    assert str(prompts) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_options_may_stand_before_between_and_after_overrides(tmp_path: Path, place: int) -> None:
     arguments = [f"run_dir={tmp_path}", "seed=5"]
