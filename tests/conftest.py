@@ -68,10 +68,11 @@ def _takes_long(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    """PyTorch counts a process's codes of a block and refuses more than a few: each test has none
-    when it begins, whichever came before it."""
+def _as_it_began() -> Iterator[None]:
+    """No test sees what another left in the process: a number of threads, by which sums differ in
+    their last bits, or compiled code, of which PyTorch refuses more than a few."""
     yield
+    torch.set_num_threads(1)
     if compiler := sys.modules.get("torch._dynamo"):
         compiler.reset()
         compiler.config.recompile_limit = 8

@@ -47,7 +47,7 @@ from tests.config.quick import error_of, quickstart
         (["evaluation.patience=3"], ["evaluation.patience is 3", "checkpoint.best is not set"]),
         (["checkpoint.best=hsp"], ["checkpoint.best is 'hsp'", "clip, hps, oracle"]),
         (
-            ["checkpoint.best=hps", "evaluation.every=5"],
+            ["checkpoint.best=hps", "evaluation.every=5", "checkpoint.every=18"],
             ["checkpoint.every is 18", "evaluation.every is 5", "a multiple"],
         ),
         (
