@@ -4,7 +4,7 @@
     python scripts/rehearse.py --work /tmp/rehearsal --json rehearsal.json --tiny          # CPU
 
 Stages follow each other, each a command under its own limit: its seconds, its exit code, what it
-left on the disk, processes that outlived it. Plans and exports go beside what follows them.
+left on the disk, processes that outlived it. Plans, exports and pictures go beside what follows.
 The file is written after every stage. The same call again goes on with the stages that have no good
 result yet (or does those of ``--stages``), so that a rehearsal can be cut into several. A recipe is
 walked with few prompts and members (``settings.yaml``: rehearse).
@@ -88,7 +88,7 @@ def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
     # Seconds are those of one H200.
     found = [
         Stage("build", [*build, *(["--tiny"] if options.tiny else [])], 60, makes="models"),
-        Stage("download", [*CLI, "download", recipe, "--dry-run", *settings], 15),
+        Stage("download", [*CLI, "download", recipe, "--dry-run", *settings], 15, beside=True),
         Stage(
             "embed",
             [*CLI, "embed", recipe, config.prompts.train, "--out", embedded, "--limit", "16",
@@ -119,11 +119,13 @@ def stages_of(options: argparse.Namespace, config: Config) -> list[Stage]:
         ]
     return [
         *found,
-        Stage("evaluate", [*CLI, "evaluate", RUN, "--steps", "10,20,28"], 130),
         Stage(
             "sample",
-            [*CLI, "sample", RUN, "--prompt", "a lighthouse in a storm", "--count", "4"], 60,
+            [*CLI, "sample", RUN, "--prompt", "a lighthouse in a storm", "--count", "4",
+             "--out", f"{EXPORTS}/sample"],
+            60, makes=f"{EXPORTS}/sample", beside=True,
         ),
+        Stage("evaluate", [*CLI, "evaluate", RUN, "--steps", "10,20,28"], 130),
         Stage("quickstart", [*CLI, "train", *quickstart], 90, makes="runs/quickstart"),
     ]  # fmt: skip
 

@@ -55,7 +55,7 @@ def test_every_recipe_has_its_path(
     exports = [name for form in forms for name in (form, f"load-{form}")]
     assert names == [
         "build", "download", "embed", "plan", "dry-run", "doctor", "train", "resume", *exports,
-        "evaluate", "sample", "quickstart",
+        "sample", "evaluate", "quickstart",
     ]  # fmt: skip
     assert (config.seed, config.sampling.members) == (3, 4)
     for arguments in (stage.arguments for stage in stages):
