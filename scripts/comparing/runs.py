@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
 
+import torch
 from pydantic import ConfigDict, TypeAdapter
 from torch import Tensor
 
@@ -242,6 +243,9 @@ class Training:
 def local_worker(config: Config) -> RolloutWorker:
     """A rollout worker with its scorers in this process."""
     device = str(role_device(config.rollout.gpus_per_worker, "rollout.gpus_per_worker"))
+    if device != "cpu":
+        # Worker and learner share this process: float32's products are TF32 in both.
+        torch.set_float32_matmul_precision("high")
     scorers = {n: make_scorer(r.kind, r.options, device) for n, r in config.rewards.items()}
     return RolloutWorker(config, LocalScoring(scorers))
 
