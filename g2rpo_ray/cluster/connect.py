@@ -158,6 +158,8 @@ def _prepare_machine() -> str | None:
         print(line, file=sys.stderr, flush=True)
     check_shared_memory()
     ensure_token()
+    # Ray would start a worker for each CPU before any is wanted, and wait for them; roles are few.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Ray refuses to be given one inside a virtual environment, though it would take it.
     return None if str(folder) == get_default_ray_temp_dir() else str(folder)
 

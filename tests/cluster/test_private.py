@@ -176,6 +176,32 @@ def test_a_bare_exception_of_rays_start_is_one_message(
         pytest.fail("started")
 
 
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("given", [None, "1"])
+def test_ray_starts_no_workers_ahead_unless_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    seen: list[str | None] = []
+
+    def start(**_: object) -> NoReturn:
+        seen.append(os.environ.get("RAY_prestart_worker_first_driver"))
+        raise ValueError("not here")
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("RAY_prestart_worker_first_driver", raising=False)
+    if given:
+        monkeypatch.setenv("RAY_prestart_worker_first_driver", given)
+    monkeypatch.setattr(connect, "ensure_token", lambda: None)
+    monkeypatch.setattr(ray, "init", start)
+    with (
+        pytest.raises(PrivateRayError, match="not here"),
+        connect.ray_cluster(tiny_config(tmp_path).cluster),
+    ):
+        pytest.fail("started")
+    assert seen == [given or "0"]
+
+
 def test_a_node_that_is_late_on_a_busy_machine_is_started_once_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
