@@ -21,6 +21,7 @@ from g2rpo_ray.cluster.deadlines import LearnedDeadline
 from g2rpo_ray.cluster.postmortem import Place, own_place, report
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.fence import Fence
+from g2rpo_ray.learner.checkpoints.folders import where_to_resume
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, is_checkpoint_of
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
@@ -358,13 +359,25 @@ class LearnerGroup:
                 report(f"learner rank {rank}", place, "as found now")
                 for rank, place in enumerate(self._places)
             )
+            # What they have not written by now is never whole.
+            self._end_ranks()
             raise LearnerError(
                 f"{error}\nThat is failure {in_this_call} of this call, and "
                 f"{len(self._failures)} within {settings.failure_window_s:g} s; "
                 f"learner.max_failures is {settings.max_failures}.\n{reports}\n"
-                "--resume auto continues from the last snapshot or checkpoint"
+                f"{self._what_is_left()}"
             ) from error
         self._tell(f"{error}; rebuilding the learner")
+
+    def _what_is_left(self) -> str:
+        """In words, once no rank writes any more."""
+        resume = where_to_resume(Path(self._config.run_dir))
+        if not (writing := self._writing) or is_checkpoint_of(writing.folder, writing.info):
+            return resume
+        return (
+            f"the state of iteration {writing.info.iteration}, which was being written, is lost; "
+            f"{resume}"
+        )
 
     def _rebuild(self) -> None:
         """From the newest state; ``_catch_up`` makes the updates since then again."""

@@ -430,6 +430,34 @@ def test_a_learner_that_hangs_every_time_is_not_rebuilt_for_ever(
     assert hangs == 8
 
 
+@pytest.mark.parametrize(
+    ("on_disk", "words"),
+    [
+        ([], "is lost; --resume auto starts anew: there is no checkpoint and no snapshot in {run}"),
+        ([3, 5], "is lost; --resume auto goes on after iteration 5, from {run}/checkpoints/"),
+        # It became whole just before.
+        ([5, 7], "--resume auto goes on after iteration 7, from {run}/checkpoints/"),
+    ],
+)
+def test_a_learner_that_is_given_up_says_what_is_lost_and_where_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: list[int], words: str
+) -> None:
+    group, run = _unstarted(tmp_path, monkeypatch), tmp_path / "run"
+    for iteration in on_disk:
+        state = {f"{kind}.a": torch.ones(2) for kind in ("weight", "exp_avg", "exp_avg_sq")}
+        write_checkpoint(checkpoint_folder(run, iteration), info_of(iteration), state)
+    group._since = [ranks_module._Writing(checkpoint_folder(run, 7), info_of(7), ())]
+    monkeypatch.setattr(group, "_rebuild", lambda: None)
+    with pytest.raises(LearnerError, match=r"learner.max_failures is") as caught:
+        group._recovering(Lost(*[DIED] * 20))
+    lost = "the state of iteration 7, which was being written, "
+    assert words.format(run=run) in str(caught.value)
+    assert (lost in str(caught.value)) is (7 not in on_disk)
+    # The ranks were ended before the disk was looked at.
+    assert ranks_module.ray.kill.call_count == len(group.ranks)
+    group.let_write()
+
+
 class Lost:
     """A call that fails so, once for each time that it is given."""
 
