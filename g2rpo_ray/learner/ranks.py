@@ -150,6 +150,19 @@ class LearnerGroup:
 
         return self._recovering(export)
 
+    def compute(self, phase: str, work: Callable[[object, Config], T]) -> T:
+        """Rank 0's answer to ``work(actor, config)``: it has the libraries, the driver has not.
+
+        Raises:
+            LearnerError: too many failures, or one that would come again.
+        """
+
+        def ask() -> list[T]:
+            call = self.ranks[0].__ray_call__.remote(work, self._config)
+            return answers_of([call], phase, self._timeout_s, self._tell)
+
+        return self._recovering(ask)[0]
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside, the ranks have the weights of ``version``, and no other thread calls them."""

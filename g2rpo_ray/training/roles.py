@@ -93,7 +93,7 @@ class Encoder:
             SupplyError: they failed otherwise, or their process ended.
         """
         asked = [actor.cut.remote(texts) for actor in self.started]
-        while asked and not ray.wait(asked, timeout=1)[0]:
+        while asked and ray.wait(asked, num_returns=len(asked), timeout=1)[1]:
             on_wait()
         for answer in asked:
             if isinstance(cause := error_of(answer), InputError | RunError):
@@ -202,12 +202,13 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
             starting.result()
             learner.watch()
             tell(f"training {learner.coverage}")
-            tflop = learner.ranks[0].__ray_call__.remote(evaluation_tflop, config)
+            counting = beside.submit(learner.compute, "counting operations", evaluation_tflop)
             pool.wait_until_ready()
             if evaluation_pool is not None:
                 evaluation_pool.wait_until_ready()
             sync = make_weight_sync(config)
-            yield Roles(encoder, pool, learner, sync, rewards, ray.get(tflop), evaluation_pool)
+            tflop = counting.result()
+            yield Roles(encoder, pool, learner, sync, rewards, tflop, evaluation_pool)
 
 
 @contextmanager

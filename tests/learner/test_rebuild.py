@@ -35,6 +35,7 @@ from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.learner.waiting import GroupsLostError, RankLostError
 from g2rpo_ray.learner.worker import Learner
+from g2rpo_ray.plan.networks import evaluation_tflop
 from tests.integration.command import wait_until
 from tests.states import write_checkpoint
 from tests.tiny import CAPTIONS, draw_groups, encode, equal_weights, tiny_config
@@ -85,6 +86,12 @@ def test_a_rank_that_dies_while_it_starts_is_replaced(
     assert group.rebuilds == 1
     assert "a rank died during 'placement'" in told[0]
     assert "parameters in" in group.coverage
+    # And one that dies before the driver has its first answer.
+    ray.kill(group.ranks[0])
+    counted = group.compute("counting operations", evaluation_tflop)
+    assert counted == evaluation_tflop(None, config)
+    assert group.rebuilds == 2
+    assert "a rank died during 'counting operations'" in "".join(told)
     group.close()
 
 
