@@ -3,6 +3,7 @@
 import inspect
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import ray
 from ray.exceptions import ActorDiedError
 from ray.util import placement_group_table
 
-from g2rpo_ray.common.stop import StopRequested
+from g2rpo_ray.common.stop import StopRequested, StopSignal
 from g2rpo_ray.learner import ranks
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.waiting import RankLostError
@@ -81,6 +82,24 @@ def only_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(roles, name, around)
     monkeypatch.setattr(roles._DrawingRoles, "started", started)
     monkeypatch.setattr(roles._DrawingRoles, "wait", lambda *_: None)
+
+
+@pytest.mark.usefixtures("only_the_learner")
+@pytest.mark.parametrize("phase", ["start", "compute"])
+def test_a_stop_is_heard_while_the_learner_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    closed = threading.Event()
+    learner = mock.MagicMock(close=closed.set)
+    getattr(learner, phase).side_effect = lambda *_: closed.wait(20)
+    monkeypatch.setattr(roles, "LearnerGroup", lambda *_: learner)
+    with StopSignal("all stays"):
+        signal.raise_signal(signal.SIGINT)
+        with (
+            pytest.raises(StopRequested),
+            roles.launch(tiny_config(tmp_path), None, lambda _: None),
+        ):
+            pytest.fail("the learner has started")
 
 
 @pytest.mark.usefixtures("only_the_learner")
