@@ -11,8 +11,6 @@ from typing import Self
 SAME_S = 0.5
 """A signal again within this time is the same stop: ``timeout`` and others send it to a process and
 to the group that the process is in."""
-
-
 _ENTERED: list["StopSignal"] = []
 """Those of the commands under way, the innermost last: signals are the whole process's."""
 

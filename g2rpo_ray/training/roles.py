@@ -58,8 +58,6 @@ HELDOUT = "heldout"
 """Of requests, one of which is taken at a time: however many, they take no place from others."""
 READ_BY_DRIVER = 64 * 2**20
 """Bytes of embeddings that are read at once where they are needed; more have an actor."""
-
-
 HEED_S = 1.0
 """So often what waits for an answer hears whether the run is to stop."""
 
