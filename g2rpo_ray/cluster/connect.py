@@ -29,6 +29,7 @@ from g2rpo_ray.cluster.private import (
 )
 from g2rpo_ray.common.device import HIDE_CARDS, KEEP_MEMORY
 from g2rpo_ray.common.secrets import looks_secret
+from g2rpo_ray.common.stop import heed
 from g2rpo_ray.config.operation import ClusterSection
 
 # Workers get only these and `cluster.environment`: a whole environment in runtime_env breaks Ray's
@@ -181,6 +182,7 @@ def _check_head(address: str) -> None:
             return
         except OSError as refused:
             error = refused
+            heed()
             time.sleep(POLL_S)
     raise ClusterError(
         f"nobody answers at {address!r} (cluster.address or RAY_ADDRESS): {error}. Is the head "

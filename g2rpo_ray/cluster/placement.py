@@ -14,6 +14,7 @@ from g2rpo_ray.cluster.demand import (
     overview,
     shortage,
 )
+from g2rpo_ray.common.stop import heed
 from g2rpo_ray.config import Config
 
 FIRST_LINE_S, WAIT_LINE_S = 5.0, 30.0
@@ -105,6 +106,7 @@ def _until(done: Callable[[], bool], timeout_s: float, line: Callable[[float], N
     started_s, due_s = time.monotonic(), FIRST_LINE_S
     # Asked once a turn: on a busy machine even what is done may answer too late, and look undone.
     while not done():
+        heed()
         waited_s = time.monotonic() - started_s
         if waited_s > timeout_s:
             return False

@@ -11,6 +11,15 @@ from typing import Self
 SAME_S = 0.5
 """A signal again within this time is the same stop: ``timeout`` and others send it to a process and
 to the group that the process is in."""
+_ENTERED: list["StopSignal"] = []
+"""Those of the commands under way, the innermost last: signals are the whole process's."""
+
+
+def heed() -> None:
+    """Raise StopRequested if a signal has come; called about each second by what waits in the main
+    thread while a command starts, far from who stops it. Commands without StopSignal hear none."""
+    if _ENTERED:
+        _ENTERED[-1].check()
 
 
 class StopRequested(Exception):  # noqa: N818  (not an error)
@@ -37,9 +46,11 @@ class StopSignal:
     def __enter__(self) -> Self:
         self._previous = {number: signal.getsignal(number) for number in self.SIGNALS}
         self._arm()
+        _ENTERED.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _ENTERED.remove(self)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

@@ -21,6 +21,7 @@ from g2rpo_ray.cluster.deadlines import LearnedDeadline
 from g2rpo_ray.cluster.postmortem import Place, own_place, report
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.fence import Fence
+from g2rpo_ray.learner.checkpoints.folders import where_to_resume
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, is_checkpoint_of
 from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
@@ -148,6 +149,19 @@ class LearnerGroup:
             return calls[0][0], calls[0][1]
 
         return self._recovering(export)
+
+    def compute(self, phase: str, work: Callable[[object, Config], T]) -> T:
+        """Rank 0's answer to ``work(actor, config)``: it has the libraries, the driver has not.
+
+        Raises:
+            LearnerError: too many failures, or one that would come again.
+        """
+
+        def ask() -> list[T]:
+            call = self.ranks[0].__ray_call__.remote(work, self._config)
+            return answers_of([call], phase, self._timeout_s, self._tell)
+
+        return self._recovering(ask)[0]
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -358,13 +372,25 @@ class LearnerGroup:
                 report(f"learner rank {rank}", place, "as found now")
                 for rank, place in enumerate(self._places)
             )
+            # What they have not written by now is never whole.
+            self._end_ranks()
             raise LearnerError(
                 f"{error}\nThat is failure {in_this_call} of this call, and "
                 f"{len(self._failures)} within {settings.failure_window_s:g} s; "
                 f"learner.max_failures is {settings.max_failures}.\n{reports}\n"
-                "--resume auto continues from the last snapshot or checkpoint"
+                f"{self._what_is_left()}"
             ) from error
         self._tell(f"{error}; rebuilding the learner")
+
+    def _what_is_left(self) -> str:
+        """In words, once no rank writes any more."""
+        resume = where_to_resume(Path(self._config.run_dir))
+        if not (writing := self._writing) or is_checkpoint_of(writing.folder, writing.info):
+            return resume
+        return (
+            f"the state of iteration {writing.info.iteration}, which was being written, is lost; "
+            f"{resume}"
+        )
 
     def _rebuild(self) -> None:
         """From the newest state; ``_catch_up`` makes the updates since then again."""

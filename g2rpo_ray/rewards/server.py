@@ -28,6 +28,7 @@ from g2rpo_ray.common.device import (
 )
 from g2rpo_ray.common.logs import log_as, log_context
 from g2rpo_ray.common.secrets import redacted
+from g2rpo_ray.common.stop import heed
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import ScorerError, check_request, check_scores
 from g2rpo_ray.rewards.section import RewardSection
@@ -283,6 +284,7 @@ def wait_for_servers(
     apps, deadline = _applications(prefix, rewards), time.monotonic() + timeout_s
     tries = Counter(apps.keys())
     while True:
+        heed()
         applications = serve.status().applications
         status = {name: applications[app] for name, app in apps.items()}
         for name, app_status in status.items():

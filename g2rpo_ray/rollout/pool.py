@@ -14,6 +14,7 @@ import ray
 from g2rpo_ray.cluster.deadlines import LearnedDeadline
 from g2rpo_ray.cluster.postmortem import first_line
 from g2rpo_ray.common.errors import InputError, RunError
+from g2rpo_ray.common.stop import heed
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.weights import WeightReceipt
 from g2rpo_ray.rollout.actor import hire_actor
@@ -114,6 +115,7 @@ class RolloutPool:
         """
         started_s, line_s, wanted = time.monotonic(), WAIT_LINE_S, self._settings.workers
         while len(self._crew.ready) < wanted:
+            heed()
             self._next_event()
             waited_s = time.monotonic() - started_s
             if waited_s > self._start_timeout_s:

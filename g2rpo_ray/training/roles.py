@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +35,7 @@ from g2rpo_ray.cluster.demand import (
 from g2rpo_ray.cluster.placement import Tell, placed, wait_for_nodes
 from g2rpo_ray.cluster.postmortem import error_of, first_line
 from g2rpo_ray.common.errors import InputError, RunError
+from g2rpo_ray.common.stop import heed
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import read_info
 from g2rpo_ray.learner.ranks import LearnerGroup
@@ -57,6 +58,8 @@ HELDOUT = "heldout"
 """Of requests, one of which is taken at a time: however many, they take no place from others."""
 READ_BY_DRIVER = 64 * 2**20
 """Bytes of embeddings that are read at once where they are needed; more have an actor."""
+HEED_S = 1.0
+"""So often what waits for an answer hears whether the run is to stop."""
 
 
 class Encoder:
@@ -93,7 +96,7 @@ class Encoder:
             SupplyError: they failed otherwise, or their process ended.
         """
         asked = [actor.cut.remote(texts) for actor in self.started]
-        while asked and not ray.wait(asked, timeout=1)[0]:
+        while asked and ray.wait(asked, num_returns=len(asked), timeout=HEED_S)[1]:
             on_wait()
         for answer in asked:
             if isinstance(cause := error_of(answer), InputError | RunError):
@@ -199,15 +202,20 @@ def launch(config: Config, checkpoint: Path | None, tell: Tell) -> Iterator[Role
                 # What fails there fails again for the first prompt, and is told then.
                 actor.prepare.remote()
             kind.wait(config)
+            while not wait([starting], HEED_S).done:
+                heed()
             starting.result()
             learner.watch()
             tell(f"training {learner.coverage}")
-            tflop = learner.ranks[0].__ray_call__.remote(evaluation_tflop, config)
+            counting = beside.submit(learner.compute, "counting operations", evaluation_tflop)
             pool.wait_until_ready()
             if evaluation_pool is not None:
                 evaluation_pool.wait_until_ready()
             sync = make_weight_sync(config)
-            yield Roles(encoder, pool, learner, sync, rewards, ray.get(tflop), evaluation_pool)
+            while not wait([counting], HEED_S).done:
+                heed()
+            tflop = counting.result()
+            yield Roles(encoder, pool, learner, sync, rewards, tflop, evaluation_pool)
 
 
 @contextmanager
@@ -293,9 +301,9 @@ class _DrawingRoles:
         with _encoder(config, room, self.embeddings) as encoder, ExitStack() as stack:
             # Small shares of cards first would leave no card with room for a large one.
             with placed(workers, others, timeout_s, tell):
-                wait: Literal["room", "none"] = "room" if on_cards else "none"
+                until: Literal["room", "none"] = "room" if on_cards else "none"
                 started = reward_servers(
-                    self.servers, rewards, timeout_s, self.private_cluster, wait,
+                    self.servers, rewards, timeout_s, self.private_cluster, until,
                     config.model.deterministic,
                 )  # fmt: skip
                 handles = stack.enter_context(started)

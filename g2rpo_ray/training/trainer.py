@@ -12,7 +12,7 @@ import ray
 from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.common.files import replace_text
 from g2rpo_ray.common.stop import StopRequested
-from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
+from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder, where_to_resume
 from g2rpo_ray.learner.ranks import GroupsLostError
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.models.weights import WeightReceipt
@@ -230,7 +230,10 @@ class Trainer:
             self.roles.learner.let_write()
         except Exception as failed:  # noqa: BLE001  (what ends the run is the other one)
             if str(failed) != str(error):
-                self.session.note(f"the state that was being written is lost: {failed}")
+                self.session.note(
+                    f"the state that was being written is lost: {failed}; "
+                    f"{where_to_resume(self.session.run.folder)}"
+                )
 
     def save_stopped(self, request: StopRequested) -> None:
         """Leave a checkpoint and a report of the state at which a signal ended the run."""

@@ -4,12 +4,18 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from g2rpo_ray.cluster import connect, placement
 from g2rpo_ray.common import stop as stop_module
+from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.stop import StopRequested, StopSignal
 from g2rpo_ray.config import Config
+from g2rpo_ray.rewards import server
+from g2rpo_ray.rollout.pool import RolloutPool
 from g2rpo_ray.training import train as train_module
 from g2rpo_ray.training.roles import Roles
 from tests.tiny import tiny_config
@@ -55,6 +61,49 @@ def test_nothing_stops_while_a_stop_is_held() -> None:
             stop.check()
         with pytest.raises(StopRequested):
             stop.check()
+
+
+def wait_for_a_node(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "living_nodes", list)
+    placement.wait_for_nodes(config, lambda _: None)
+
+
+def wait_for_a_head(_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect.socket, "create_connection", mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(connect, "HEAD_TRIES", 2)
+    connect._check_head("10.0.0.1:6379")
+
+
+def wait_for_a_reward(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = SimpleNamespace(status="DEPLOYING", message="", deployments={})
+    applications = {f"g2rpo-{name}": loading for name in config.rewards}
+    monkeypatch.setattr(server.serve, "status", lambda: SimpleNamespace(applications=applications))
+    server.wait_for_servers("g2rpo", config.rewards, config.cluster.start_timeout_s)
+
+
+def wait_for_a_worker(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = SimpleNamespace(__ray_call__=mock.Mock(), start=mock.Mock())
+    pool = RolloutPool(config, mock.Mock(), lambda _: None, lambda _: worker)
+    monkeypatch.setattr(pool._crew, "shortage", lambda _: "none has come up")
+    pool.wait_until_ready()
+
+
+@pytest.mark.parametrize(
+    "wait", [wait_for_a_node, wait_for_a_head, wait_for_a_reward, wait_for_a_worker]
+)
+def test_a_signal_is_heard_by_whatever_waits_for_roles_to_start(
+    wait: Callable[[Config, pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config(tmp_path / "run", "cluster.start_timeout_s=2")
+    with StopSignal("all stays"):
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StopRequested):
+            wait(config, monkeypatch)
+    # A command that hears no signals is asked for none.
+    with pytest.raises(InputError):
+        wait(config, monkeypatch)
 
 
 def test_the_handlers_of_before_are_back_afterwards() -> None:

@@ -35,6 +35,7 @@ from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.ranks import LearnerGroup
 from g2rpo_ray.learner.waiting import GroupsLostError, RankLostError
 from g2rpo_ray.learner.worker import Learner
+from g2rpo_ray.plan.networks import evaluation_tflop
 from tests.integration.command import wait_until
 from tests.states import write_checkpoint
 from tests.tiny import CAPTIONS, draw_groups, encode, equal_weights, tiny_config
@@ -85,6 +86,12 @@ def test_a_rank_that_dies_while_it_starts_is_replaced(
     assert group.rebuilds == 1
     assert "a rank died during 'placement'" in told[0]
     assert "parameters in" in group.coverage
+    # And one that dies before the driver has its first answer.
+    ray.kill(group.ranks[0])
+    counted = group.compute("counting operations", evaluation_tflop)
+    assert counted == evaluation_tflop(None, config)
+    assert group.rebuilds == 2
+    assert "a rank died during 'counting operations'" in "".join(told)
     group.close()
 
 
@@ -428,6 +435,34 @@ def test_a_learner_that_hangs_every_time_is_not_rebuilt_for_ever(
     with pytest.raises(LearnerError, match="failure 4 of this call"):
         group._recovering(hang)
     assert hangs == 8
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "words"),
+    [
+        ([], "is lost; --resume auto starts anew: there is no checkpoint and no snapshot in {run}"),
+        ([3, 5], "is lost; --resume auto goes on after iteration 5, from {run}/checkpoints/"),
+        # It became whole just before.
+        ([5, 7], "--resume auto goes on after iteration 7, from {run}/checkpoints/"),
+    ],
+)
+def test_a_learner_that_is_given_up_says_what_is_lost_and_where_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_disk: list[int], words: str
+) -> None:
+    group, run = _unstarted(tmp_path, monkeypatch), tmp_path / "run"
+    for iteration in on_disk:
+        state = {f"{kind}.a": torch.ones(2) for kind in ("weight", "exp_avg", "exp_avg_sq")}
+        write_checkpoint(checkpoint_folder(run, iteration), info_of(iteration), state)
+    group._since = [ranks_module._Writing(checkpoint_folder(run, 7), info_of(7), ())]
+    monkeypatch.setattr(group, "_rebuild", lambda: None)
+    with pytest.raises(LearnerError, match=r"learner.max_failures is") as caught:
+        group._recovering(Lost(*[DIED] * 20))
+    lost = "the state of iteration 7, which was being written, "
+    assert words.format(run=run) in str(caught.value)
+    assert (lost in str(caught.value)) is (7 not in on_disk)
+    # The ranks were ended before the disk was looked at.
+    assert ranks_module.ray.kill.call_count == len(group.ranks)
+    group.let_write()
 
 
 class Lost:

@@ -2,14 +2,23 @@
 
 import inspect
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 from ray.util import placement_group_table
 
+from g2rpo_ray.common.stop import StopRequested, StopSignal
+from g2rpo_ray.learner import ranks
+from g2rpo_ray.learner.engine import LearnerError
+from g2rpo_ray.learner.waiting import RankLostError
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.rewards.server import reward_servers
 from g2rpo_ray.rollout.supply import SupplyError
@@ -55,6 +64,89 @@ def test_workers_keep_their_room_while_reward_servers_take_theirs(
     with pytest.raises(StartedError), roles.launch_rollout(config, [], lambda _: None):
         pytest.fail("reward servers have not started")
     assert held_cpus == [3.0]
+
+
+@pytest.fixture
+def only_the_learner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``launch`` without a cluster, and with stand-ins for all other roles."""
+
+    @contextmanager
+    def around(*_: object) -> Iterator[mock.MagicMock]:
+        yield mock.MagicMock()
+
+    @contextmanager
+    def started(*_: object) -> Iterator[tuple[mock.MagicMock, ...]]:
+        yield tuple(mock.MagicMock() for _ in range(3))
+
+    for name in ("_cluster", "_room", "_evaluation_pool"):
+        monkeypatch.setattr(roles, name, around)
+    monkeypatch.setattr(roles._DrawingRoles, "started", started)
+    monkeypatch.setattr(roles._DrawingRoles, "wait", lambda *_: None)
+
+
+@pytest.mark.usefixtures("only_the_learner")
+@pytest.mark.parametrize("phase", ["start", "compute"])
+def test_a_stop_is_heard_while_the_learner_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    closed = threading.Event()
+    learner = mock.MagicMock(close=closed.set)
+    getattr(learner, phase).side_effect = lambda *_: closed.wait(20)
+    monkeypatch.setattr(roles, "LearnerGroup", lambda *_: learner)
+    with StopSignal("all stays"):
+        signal.raise_signal(signal.SIGINT)
+        with (
+            pytest.raises(StopRequested),
+            roles.launch(tiny_config(tmp_path), None, lambda _: None),
+        ):
+            pytest.fail("the learner has started")
+
+
+@pytest.mark.usefixtures("only_the_learner")
+@pytest.mark.parametrize("deaths", [1, 20])
+def test_a_rank_that_dies_while_the_operations_are_counted_is_told_as_any_other_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
+) -> None:
+    """The last answer that the start waits for: Ray's own words would not say which role died."""
+    fake_ray, left, told = mock.MagicMock(), [deaths], list[str]()
+    fake_ray.get.side_effect = ActorDiedError()
+    rank = SimpleNamespace(__ray_call__=mock.Mock(), start=mock.Mock(), lives=mock.Mock())
+    actor = fake_ray.remote.return_value.return_value
+    actor.options.return_value.remote.return_value = rank
+
+    def answers_of(refs: list[object], phase: str, *_: object) -> list[object]:
+        if phase == "counting operations" and left[0]:
+            left[0] -= 1
+            raise RankLostError("learner: a rank died during 'counting operations'")
+        return [2.5 if phase == "counting operations" else ("address", 1)] * len(refs)
+
+    for module in (roles, ranks):
+        monkeypatch.setattr(module, "ray", fake_ray)
+    monkeypatch.setattr(ranks, "answers_of", answers_of)
+    monkeypatch.setattr(ranks, "report", lambda role, *_: f"{role}, pid 7 on node n")
+    launched = roles.launch(tiny_config(tmp_path, "learner.ranks=1"), None, told.append)
+    if deaths == 1:
+        with launched as there:
+            assert (there.tflop, there.learner.rebuilds) == (2.5, 1)
+        assert any("; rebuilding the learner" in line for line in told)
+        return
+    with pytest.raises(LearnerError, match="died during 'counting operations'") as caught, launched:
+        pytest.fail("operations were counted by the dead")
+    assert "learner rank 0, pid 7 on node n" in str(caught.value)
+
+
+def test_a_stop_is_heard_until_the_last_encoder_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors = [mock.MagicMock(), mock.MagicMock()]
+    monkeypatch.setattr(roles.Encoder, "started", actors)
+    quick, slow = (actor.cut.remote.return_value for actor in actors)
+    monkeypatch.setattr(roles.ray, "wait", lambda *_, **__: ([quick], [slow]))
+    monkeypatch.setattr(roles, "error_of", lambda _: pytest.fail("waits for the slow one, deaf"))
+    encoder = roles.Encoder(tiny_config(tmp_path, "prompts.max_sequence_length=6"), mock.Mock())
+    stop = mock.Mock(side_effect=StopRequested(signal.SIGTERM))
+    with pytest.raises(StopRequested):
+        encoder.cut(["a cat"], 6, stop)
 
 
 class BrokenEncoder:

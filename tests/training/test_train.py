@@ -103,7 +103,7 @@ def test_whatever_ends_a_run_what_is_being_written_becomes_whole(
         train_module.iterate(trainer)
     assert caught.value is error
     learner.let_write.assert_called_once()
-    assert "no room" in trainer.session.note.call_args[0][0]
+    assert "no room; --resume auto " in trainer.session.note.call_args[0][0]
 
 
 def test_a_second_signal_while_the_checkpoint_is_written_lets_it_become_whole() -> None:

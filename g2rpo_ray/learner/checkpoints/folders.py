@@ -51,6 +51,14 @@ def list_states(run_dir: Path) -> list[Path]:
     return sorted(states, key=iteration_of)
 
 
+def where_to_resume(run_dir: Path) -> str:
+    """In words, for who reads why a run ended: what ``--resume auto`` would take now."""
+    states = list_states(run_dir)
+    if not states:
+        return f"--resume auto starts anew: there is no checkpoint and no snapshot in {run_dir}"
+    return f"--resume auto goes on after iteration {iteration_of(states[-1])}, from {states[-1]}"
+
+
 def delete_states_from(run_dir: Path, iteration: int) -> None:
     """Delete a run's checkpoints and snapshots of ``iteration`` and later.
 
