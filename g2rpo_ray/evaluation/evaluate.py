@@ -30,7 +30,7 @@ from g2rpo_ray.prompts.dataset import evenly, read_config_prompts
 from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.prompts import check_prompts
 from g2rpo_ray.rewards.section import RewardSection
-from g2rpo_ray.run.paths import run_folder
+from g2rpo_ray.run.paths import check_outside_states, run_folder
 from g2rpo_ray.training.roles import launch_rollout
 from g2rpo_ray.training.settings import at_deployment_size, png_files, size_words
 
@@ -55,12 +55,14 @@ def evaluate(
         folder: gets pictures, scores.parquet, table.parquet, table.md and gallery.html.
 
     Raises:
-        EvaluationError: something asked for cannot be; the folder belongs to another evaluation.
+        EvaluationError: something asked for cannot be; the folder belongs to another evaluation,
+            or lies among checkpoints.
         DiskError: the folder's disk has no room for the pictures.
     """
     check_model(config)
     check_rewards(config)
     config = _with_diversity(at_deployment_size(config))
+    check_outside_states(folder, EvaluationError, "--out")
     check_folder(folder)
     heldout = read_config_prompts(config, config.prompts.heldout)
     stop = config.advantage.on_invalid == "stop"

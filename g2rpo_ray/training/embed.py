@@ -38,6 +38,7 @@ from g2rpo_ray.prompts.embeddings import (
 from g2rpo_ray.prompts.encoder import ShardEncoder
 from g2rpo_ray.prompts.reading import MANIFEST, METADATA, PROMPTS_FILE, UNFINISHED, read_prompts
 from g2rpo_ray.prompts.selection import Selection, select
+from g2rpo_ray.run.paths import check_outside_states
 
 FINISHED = "finished.jsonl"
 """Which shards of an unfinished folder are whole."""
@@ -77,12 +78,13 @@ def embed(
     Shards that ``folder`` has already are not made again.
 
     Raises:
-        EmbedError: ``folder`` holds something else, its disk is too small, or a private Ray has no
-            room for the workers.
+        EmbedError: ``folder`` holds something else or lies among checkpoints, its disk is too
+            small, or a private Ray has no room for the workers.
         ClusterError: another Ray has none for them within ``cluster.start_timeout_s``.
         PromptFileError, SelectionError: the prompts cannot be used.
         RunError: a worker failed.
     """
+    check_outside_states(folder, EmbedError, "--out")
     check_model(config)
     # With a length to select by, a longer prompt is left out instead of refused.
     longest = config.prompts.max_characters if selection.max_characters is None else None

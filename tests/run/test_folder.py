@@ -187,6 +187,48 @@ def test_a_refused_folder_is_left_as_it_was(folder: Path) -> None:
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "checkpoints",
+        "checkpoints/mine",
+        "checkpoints/iteration_000003",
+        "checkpoints/iteration_000003/mine",
+        "snapshots/checkpoints/mine",
+        "link/mine",
+        "copy/mine",
+    ],
+)
+def test_a_run_among_the_states_of_another_is_refused(folder: Path, inside: str) -> None:
+    """Which would be deleted with them."""
+    state = save(start(folder), 3)
+    (folder / "link").symlink_to(state)
+    (folder / "copy").mkdir()
+    for file in state.iterdir():
+        (folder / "copy" / file.name).write_bytes(file.read_bytes())
+    before = sorted(folder.rglob("*"))
+    message = error_of(config_of(folder / inside), "none")
+    with pytest.raises(RunFolderError):
+        write_resolved(config_of(folder / inside))
+    how = "lies in" if "mine" in inside else "is"
+    assert f"run_dir {folder / inside}: {how} {folder}" in message
+    assert message.endswith(
+        "name a folder outside of checkpoints and of a run's checkpoints and snapshots"
+    )
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_run_beside_the_states_of_another_is_none_of_theirs(folder: Path) -> None:
+    start(folder)
+    # As a folder for runs may be named, beside the settings that they are made from.
+    own = folder.parent / "project"
+    (own / "checkpoints").mkdir(parents=True)
+    (own / "config.yaml").write_text("")
+    (own / "state.json").write_text("{}")
+    for place in (folder / "next", own / "checkpoints" / "run"):
+        assert open_run(config_of(place), "none").folder == place
+
+
 def test_a_dry_run_does_not_count_as_a_run(folder: Path) -> None:
     config = config_of(folder)
     write_resolved(config)
