@@ -72,7 +72,8 @@ def evaluate(
     try:
         rows = make_rows(parse_weights(config, checkpoints, pins), steps, hybrids)
         wanted = len(rows) * len(prompts) * config.evaluation.pictures_per_prompt
-        files = png_files(config, max(0, wanted - len(picture_files(folder))))
+        there = picture_files(folder, [row.name for row in rows])
+        files = png_files(config, max(0, wanted - len(there)))
         fewer = "fewer with evaluation.prompts or evaluation.pictures_per_prompt"
         check_room(folder, files.size_bytes, f"{files.words} ({fewer})")
         records = Records(folder, _request(config, rows, prompts))

@@ -87,7 +87,13 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> Iterator[Pat
     check_model(config)
     config = at_deployment_size(config)
     pictures = len(options.prompts) * options.pictures_per_prompt
-    files = png_files(config, pictures)
+    # os.path.isfile, as Path.is_file raises where the folder's name is too long.
+    there = sum(
+        os.path.isfile(folder / f"{prompt}_{number}.png")  # noqa: PTH113
+        for prompt in range(len(options.prompts))
+        for number in range(options.pictures_per_prompt)
+    )
+    files = png_files(config, pictures - there)
     is_hybrid = 0 < switch < config.evaluation.steps
     waiting_bytes = pictures * _latents_bytes(config) if is_hybrid else 0
     latents = ", with the latents at the switch," * is_hybrid
@@ -98,7 +104,7 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> Iterator[Pat
     device = role_device(gpus, setting)
     # Beside the paths, which scripts read.
     where, size = describe_device(gpus, setting), size_words(config)
-    most = f"pictures: {pictures}, up to {format_size(files.size_bytes)}"
+    most = f"pictures: {pictures}, up to {format_size(png_files(config, pictures).size_bytes)}"
     print(f"drawing {size} on: {where}; {most}", file=sys.stderr, flush=True)
     source = load_source(config, options.checkpoint, options.average)
     source.policy.to(device)
