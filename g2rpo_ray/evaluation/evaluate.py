@@ -12,7 +12,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.draw import Drawing
 from g2rpo_ray.evaluation.gallery import write_gallery
 from g2rpo_ray.evaluation.records import Records, check_folder, picture_files
-from g2rpo_ray.evaluation.rows import EvaluationError, Row, make_rows, parse_weights
+from g2rpo_ray.evaluation.rows import EvaluationError, Row, check_steps, make_rows, parse_weights
 from g2rpo_ray.evaluation.table import (
     DIVERSITY,
     TableRow,
@@ -59,6 +59,7 @@ def evaluate(
             or lies among checkpoints.
         DiskError: the folder's disk has no room for the pictures.
     """
+    check_steps(steps, hybrids)
     check_model(config)
     check_rewards(config)
     config = _with_diversity(at_deployment_size(config))
