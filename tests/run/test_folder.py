@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
-from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
+from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo, read_info
 from g2rpo_ray.models.fingerprint import base_file_fingerprint, base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run.folder import _LOCKS, begin_life, changed_settings, open_run, write_resolved
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.scores import save_heldout
-from g2rpo_ray.run.weights import checkpoint_named, trained_kind
+from g2rpo_ray.run.weights import checkpoint_named, trained_kind, while_it_is_there
 from g2rpo_ray.tracking.report.page import write_report
 from tests.states import write_checkpoint
 from tests.tiny import copy_flux, reshard, tiny_config
@@ -464,6 +464,16 @@ def test_named_checkpoints(folder: Path) -> None:
     first, last = save(config, 2), save(config, 4)
     assert checkpoint_named(config, "last") == last
     assert checkpoint_named(config, str(first)) == first
+
+
+@pytest.mark.parametrize("name", ["5", "file", "empty"])
+def test_what_is_no_checkpoint_is_named_once(folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        while_it_is_there(config_of(folder), str(tmp_path / name), read_info)
+    assert str(caught.value).count(str(tmp_path)) == 1
+    assert "a run has" in str(caught.value)
 
 
 def test_heldout_pictures_are_kept_with_their_scores(folder: Path) -> None:
