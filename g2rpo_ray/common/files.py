@@ -115,9 +115,22 @@ def check_room(folder: Path, size_bytes: int, what: str) -> None:
     """Before something large is made.
 
     Raises:
-        DiskError: the disk of ``folder``, which need not be there yet, has less room.
+        DiskError: the disk of ``folder``, which need not be there yet, has less room, or what is
+            there takes no files.
     """
-    free = _free(folder)
+    there = _nearest(folder)
+    usage = shutil.disk_usage(there)
+    if not usage.total:
+        # Of the kernel's own (/proc), or one that does not say: what it takes must be tried.
+        try:
+            with TemporaryFile(dir=there):
+                return
+        except OSError as error:
+            raise DiskError(
+                f"{folder}: nothing can be written there: the file system of {there} takes no "
+                f"files ({error.strerror}); name a folder on another one"
+            ) from error
+    free = usage.free
     if size_bytes > free:
         raise DiskError(
             f"{folder}: {what} takes {format_size(size_bytes)}, and {format_size(free)} are free "
@@ -126,10 +139,14 @@ def check_room(folder: Path, size_bytes: int, what: str) -> None:
 
 
 def _free(path: Path) -> int:
+    return shutil.disk_usage(_nearest(path)).free
+
+
+def _nearest(path: Path) -> Path:
+    """Of it and the folders that it lies in, the first that is there."""
     # Path.exists raises where a name is too long, or a folder on the way may not be looked into.
     folders = (path, *path.absolute().parents)
-    there = next(folder for folder in folders if os.path.exists(folder))  # noqa: PTH110
-    return shutil.disk_usage(there).free
+    return next(folder for folder in folders if os.path.exists(folder))  # noqa: PTH110
 
 
 def whole_lines(path: Path) -> list[bytes]:

@@ -12,7 +12,7 @@ from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.draw import Drawing
 from g2rpo_ray.evaluation.gallery import write_gallery
 from g2rpo_ray.evaluation.records import Records, check_folder, picture_files
-from g2rpo_ray.evaluation.rows import EvaluationError, Row, make_rows, parse_weights
+from g2rpo_ray.evaluation.rows import EvaluationError, Row, check_steps, make_rows, parse_weights
 from g2rpo_ray.evaluation.table import (
     DIVERSITY,
     TableRow,
@@ -30,7 +30,7 @@ from g2rpo_ray.prompts.dataset import evenly, read_config_prompts
 from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.prompts import check_prompts
 from g2rpo_ray.rewards.section import RewardSection
-from g2rpo_ray.run.paths import run_folder
+from g2rpo_ray.run.paths import check_outside_states, run_folder
 from g2rpo_ray.training.roles import launch_rollout
 from g2rpo_ray.training.settings import at_deployment_size, png_files, size_words
 
@@ -55,12 +55,15 @@ def evaluate(
         folder: gets pictures, scores.parquet, table.parquet, table.md and gallery.html.
 
     Raises:
-        EvaluationError: something asked for cannot be; the folder belongs to another evaluation.
+        EvaluationError: something asked for cannot be; the folder belongs to another evaluation,
+            or lies among checkpoints.
         DiskError: the folder's disk has no room for the pictures.
     """
+    check_steps(steps, hybrids)
     check_model(config)
     check_rewards(config)
     config = _with_diversity(at_deployment_size(config))
+    check_outside_states(folder, EvaluationError, "--out")
     check_folder(folder)
     heldout = read_config_prompts(config, config.prompts.heldout)
     stop = config.advantage.on_invalid == "stop"
@@ -70,7 +73,8 @@ def evaluate(
     try:
         rows = make_rows(parse_weights(config, checkpoints, pins), steps, hybrids)
         wanted = len(rows) * len(prompts) * config.evaluation.pictures_per_prompt
-        files = png_files(config, max(0, wanted - len(picture_files(folder))))
+        there = picture_files(folder, [row.name for row in rows])
+        files = png_files(config, max(0, wanted - len(there)))
         fewer = "fewer with evaluation.prompts or evaluation.pictures_per_prompt"
         check_room(folder, files.size_bytes, f"{files.words} ({fewer})")
         records = Records(folder, _request(config, rows, prompts))

@@ -6,7 +6,7 @@ prompt), ``pictures/<row>/``, and at the end ``scores.parquet``, ``table.parquet
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,9 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def picture_files(folder: Path) -> list[Path]:
-    """Of all rows so far."""
-    return list((folder / PICTURES).glob("*/*.png"))
+def picture_files(folder: Path, rows: Iterable[str]) -> list[Path]:
+    """Of these rows so far."""
+    return [file for row in rows for file in (folder / PICTURES / row).glob("*.png")]
 
 
 class Records:

@@ -69,7 +69,7 @@ def parse_weights(config: Config, named: Sequence[str], pins: Path) -> list[Weig
         CheckpointError, RunFolderError: there is no such checkpoint, or its weights are of another
             kind or base model.
     """
-    found: list[Weights] = []
+    sources: dict[str, str] = {}
     for text in named:
         label, equals, source = text.rpartition("=")
         label = label if equals else _label_of(source)
@@ -78,27 +78,28 @@ def parse_weights(config: Config, named: Sequence[str], pins: Path) -> list[Weig
                 f"--checkpoint {text}: the label {label!r} may hold letters, digits and . _ + - "
                 "(it becomes a folder's name); write --checkpoint LABEL=PATH"
             )
-        if label in {weights.label for weights in found}:
+        if label in sources:
             raise EvaluationError(
                 f"--checkpoint {text}: the label {label!r} is taken; write --checkpoint LABEL=PATH"
             )
-        found.append(_find(config, label, source, pins))
+        sources[label] = source
+    # Told when all are there: one that is not undoes the others.
+    found = [_find(config, label, source, pins) for label, source in sources.items()]
+    for line in (told for _, told in found if told):
+        print(line)
     # The base model first: the workers hold it when they start.
-    return sorted(found, key=lambda weights: weights.checkpoint is not None)
+    return sorted((it for it, _ in found), key=lambda weights: weights.checkpoint is not None)
 
 
-def make_rows(
-    all_weights: Sequence[Weights], steps: Sequence[int], hybrids: Sequence[float]
-) -> list[Row]:
-    """Every combination; hybrid rows for trained weights only.
+def check_steps(steps: Sequence[int], hybrids: Sequence[float]) -> None:
+    """Before anything is looked at or kept.
 
     Raises:
-        EvaluationError: steps or a hybrid share out of range; a row stands twice.
+        EvaluationError: steps or a hybrid share out of range, or given twice.
     """
     for count in steps:
         if count < 1:
             raise EvaluationError(f"--steps {count}: allowed are 1 or more")
-    rows = [Row(weights, count) for weights in all_weights for count in steps]
     for hybrid in hybrids:
         if not math.isfinite(hybrid):
             raise EvaluationError(f"--hybrid {hybrid:g}: allowed are shares between 0 and 1")
@@ -108,15 +109,21 @@ def make_rows(
                     f"--hybrid {hybrid:g}: of {count} steps it leaves {round(hybrid * count)} to "
                     "the trained weights; it must leave at least one to each model"
                 )
-        trained = [weights for weights in all_weights if weights.checkpoint is not None]
-        rows += [Row(weights, count, hybrid) for weights in trained for count in steps]
-    names = [row.name for row in rows]
+    # As rows are named.
+    names = [f"--steps {count}" for count in steps] + [f"--hybrid {share:g}" for share in hybrids]
     for name in names:
         if names.count(name) > 1:
-            raise EvaluationError(
-                f"the row {name} stands twice; name each value of --steps and --hybrid once"
-            )
-    return rows
+            raise EvaluationError(f"{name}: it is given twice, and makes one row; name it once")
+
+
+def make_rows(
+    all_weights: Sequence[Weights], steps: Sequence[int], hybrids: Sequence[float]
+) -> list[Row]:
+    """Every combination, after ``check_steps``; hybrid rows for trained weights only."""
+    trained = [weights for weights in all_weights if weights.checkpoint is not None]
+    return [Row(weights, count) for weights in all_weights for count in steps] + [
+        Row(weights, count, hybrid) for hybrid in hybrids for weights in trained for count in steps
+    ]
 
 
 def _label_of(source: str) -> str:
@@ -127,17 +134,18 @@ def _label_of(source: str) -> str:
     return path.name
 
 
-def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
+def _find(config: Config, label: str, source: str, pins: Path) -> tuple[Weights, str]:
+    """Weights, and what is to be told of them."""
     if source == BASE:
-        return Weights(label, None, "none", base_fingerprint(config.model))
+        return Weights(label, None, "none", base_fingerprint(config.model)), ""
     pin, record = pins / label, pins / f"{label}.json"
     if record.is_file():
         known = read_json_object(record, EvaluationError)
         if known["source"] == source:
             path = Path(known["checkpoint"])
             _keep(path, pin, known["checksum"])
-            print(f"{label}: {path}, as when this evaluation began (another --out: as of now)")
-            return Weights(label, pin, known["training"], known["checksum"])
+            told = f"{label}: {path}, as when this evaluation began (another --out: as of now)"
+            return Weights(label, pin, known["training"], known["checksum"]), told
         raise EvaluationError(
             f"--checkpoint {label}={source}: in {pins.parent} the label is of {known['source']}; "
             "write --checkpoint OTHER_LABEL=..., or name another folder with --out"
@@ -156,8 +164,7 @@ def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
     known = {"source": source, "checkpoint": str(folder), "iteration": info.iteration,
              "checksum": weights.checksum, "training": weights.training}  # fmt: skip
     replace_text(record, json.dumps(known, indent=1, ensure_ascii=False))
-    print(f"{label}: {folder}, kept in {pin} until all is drawn")
-    return weights
+    return weights, f"{label}: {folder}, kept in {pin} until all is drawn"
 
 
 def _keep(weights: Path, pin: Path, checksum: str) -> None:

@@ -28,6 +28,7 @@ from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.vae import PictureDecoder
 from g2rpo_ray.prompts.dataset import cut_words
+from g2rpo_ray.run.paths import check_outside_states
 from g2rpo_ray.run.weights import SampleError, Source, load_source
 from g2rpo_ray.sampling.engine import schedule_of
 from g2rpo_ray.sampling.evaluator import Evaluator
@@ -68,7 +69,7 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> Iterator[Pat
 
     Raises:
         SampleError: a prompt is empty or a file's name, ``trained_steps`` is not among the steps,
-            ``folder`` cannot be written, or latents are not finite.
+            ``folder`` cannot be written or lies among checkpoints, or latents are not finite.
         DiskError: the disk of ``folder`` is too small, full or read-only.
         DeviceError: a card is asked for, and there is none.
         ModelFolderError, CheckpointError, RunFolderError, WeightMismatchError: the weights cannot
@@ -82,10 +83,17 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> Iterator[Pat
         if os.path.isfile(prompt):  # noqa: PTH113 - Path.is_file raises where a text is long
             raise SampleError(f"--prompt {prompt}: it takes the text itself, and this is a file")
     switch = _switch(config, options)
+    check_outside_states(folder, SampleError, "--out")
     check_model(config)
     config = at_deployment_size(config)
     pictures = len(options.prompts) * options.pictures_per_prompt
-    files = png_files(config, pictures)
+    # os.path.isfile, as Path.is_file raises where the folder's name is too long.
+    there = sum(
+        os.path.isfile(folder / f"{prompt}_{number}.png")  # noqa: PTH113
+        for prompt in range(len(options.prompts))
+        for number in range(options.pictures_per_prompt)
+    )
+    files = png_files(config, pictures - there)
     is_hybrid = 0 < switch < config.evaluation.steps
     waiting_bytes = pictures * _latents_bytes(config) if is_hybrid else 0
     latents = ", with the latents at the switch," * is_hybrid
@@ -96,7 +104,7 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> Iterator[Pat
     device = role_device(gpus, setting)
     # Beside the paths, which scripts read.
     where, size = describe_device(gpus, setting), size_words(config)
-    most = f"pictures: {pictures}, up to {format_size(files.size_bytes)}"
+    most = f"pictures: {pictures}, up to {format_size(png_files(config, pictures).size_bytes)}"
     print(f"drawing {size} on: {where}; {most}", file=sys.stderr, flush=True)
     source = load_source(config, options.checkpoint, options.average)
     source.policy.to(device)

@@ -164,7 +164,9 @@ def _check_disks(missing: Sequence[tuple[Listing, Sequence[HubFile]]]) -> None:
         while not folder.exists():
             folder = folder.parent
         disk = folder.stat().st_dev
-        wanted[disk] += sum(file.size for file in files)
+        # Damaged ones are deleted before they are fetched again.
+        old = [path for file in files if (path := listing.path_of(file)).is_file()]
+        wanted[disk] += sum(file.size for file in files) - sum(p.stat().st_size for p in old)
         folders[disk] = folder
     for disk, size in wanted.items():
         check_room(folders[disk], size, "what is to come")

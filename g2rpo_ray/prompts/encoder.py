@@ -27,6 +27,7 @@ from g2rpo_ray.prompts.dataset import EmbeddedPrompts, Prompt
 from g2rpo_ray.prompts.embeddings import NEGATIVE_FILE, prompt_checksum, stacked
 from g2rpo_ray.prompts.kept import KeptEmbeddings
 
+SHARD_FILE = "shard_{:05d}.safetensors"
 CACHED_PROMPTS = 256
 """Of those to train on, whose order is another in every epoch; held-out ones are on the disk."""
 
@@ -158,7 +159,7 @@ class ShardEncoder:
             _write(self._folder / NEGATIVE_FILE, save(dict(negative.tensors)))
         texts = [str(text) for text in row["texts"]]
         embeds = [self._encoder.encode(text) for text in texts]
-        path = self._folder / f"shard_{row['shard']:05d}.safetensors"
+        path = self._folder / SHARD_FILE.format(row["shard"])
         content = save(stacked(embeds))
         _write(path, content)
         return {

@@ -49,6 +49,11 @@ class RewardClient:
         }
         return {name: it.replica_states.get("RUNNING", 0) for name, it in deployments.items()}
 
+    def reads_prompts(self, name: str) -> bool:
+        """Whether a reward needs a picture's prompt, as its replica says."""
+        asked = self.handles[name].reads_prompts.remote(name)
+        return bool(asked.result(timeout_s=self.rewards[name].timeout_s))
+
     def submit(
         self, prompt_id: int, prompt: str, pictures: Tensor, names: list[str]
     ) -> "SentRequests":

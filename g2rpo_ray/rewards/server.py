@@ -98,6 +98,10 @@ class RewardServer:
         whole = len(rewards) > 1 or self._scorers[name].compares_pictures
         self.score.set_max_batch_size(1 if whole else reward.merge_requests)
 
+    def reads_prompts(self, name: str) -> bool:
+        """Whether scores of the reward ``name`` depend on prompts: its scorer knows when loaded."""
+        return self._scorers[name].reads_prompts
+
     @serve.batch(max_batch_size=1, batch_wait_timeout_s=0.005)
     async def score(
         self, requests: list[ScoreRequest], names: list[Sequence[str]]

@@ -38,7 +38,7 @@ from g2rpo_ray.models.saving import (
     save_transformer,
 )
 from g2rpo_ray.models.weights import load_weights, trainable_parameters
-from g2rpo_ray.run.paths import run_folder
+from g2rpo_ray.run.paths import check_outside_states, run_folder
 from g2rpo_ray.run.scores import heldout_before_after
 from g2rpo_ray.run.weights import read_fitting_info, while_it_is_there, wide_weights_in
 
@@ -92,7 +92,7 @@ def export(
 
     Raises:
         ExportError: the base model, or a transformer in another layout, was asked for, or the
-            folder is there already or cannot be written.
+            folder is there already, lies among checkpoints, or cannot be written.
         CheckpointError: the checkpoint is damaged.
         RunFolderError: its weights are of another kind or base model than the configuration's.
         ModelFolderError: the layout has no names for the family, or for an adapted layer; what was
@@ -102,6 +102,7 @@ def export(
     check_model(config)
     form = _form(config, checkpoint, layout)
     target = folder.expanduser().absolute()
+    check_outside_states(target, ExportError, "--to")
     if target.exists():
         raise ExportError(f"{target} is there already; name another folder")
     if form != "adapter":

@@ -22,7 +22,14 @@ from g2rpo_ray.learner.checkpoints.fence import Fence
 from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states
 from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
 from g2rpo_ray.models.fingerprint import base_fingerprint
-from g2rpo_ray.run.paths import RESOLVED, SETTINGS, VERSIONS, RunFolderError, run_folder
+from g2rpo_ray.run.paths import (
+    RESOLVED,
+    SETTINGS,
+    VERSIONS,
+    RunFolderError,
+    check_outside_states,
+    run_folder,
+)
 from g2rpo_ray.run.scores import is_stalled, stopping_guard
 from g2rpo_ray.run.versions import versions
 from g2rpo_ray.run.weights import read_fitting_info, trained_kind
@@ -69,10 +76,11 @@ def open_run(config: Config, resume: str) -> Run:
             from the last checkpoint where there is one; else the folder of a checkpoint.
 
     Raises:
-        RunFolderError: the folder has a run already, another process trains in it, or the
-            checkpoint is of another kind.
+        RunFolderError: the folder has a run already, lies among another's checkpoints, another
+            process trains in it, or the checkpoint is of another kind.
     """
     folder = run_folder(config)
+    check_outside_states(folder, RunFolderError, "run_dir")
     if folder.is_dir():
         # Before anything is read: who had to wait goes on from what the other has saved last.
         with writing(folder, RunFolderError, "run_dir"):
@@ -129,6 +137,7 @@ def begin_life(run: Run, config: Config) -> None:
 def write_resolved(config: Config) -> Path:
     """Write the resolved configuration into ``run_dir`` without starting a run there."""
     folder = run_folder(config)
+    check_outside_states(folder, RunFolderError, "run_dir")
     with writing(folder, RunFolderError, "run_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / RESOLVED)

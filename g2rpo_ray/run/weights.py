@@ -115,7 +115,9 @@ def while_it_is_there(config: Config, name: str, use: Callable[[Path], T]) -> tu
             if path.exists():
                 raise
             if checkpoint_named(config, name) == path:
-                raise CheckpointError(f"{path}: not there (any more): {error}") from error
+                raise CheckpointError(
+                    f"{path}: not there (any more); a run has its checkpoints in checkpoints/"
+                ) from error
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,10 @@ from g2rpo_ray.prompts.embeddings import (
     encoder_fingerprint,
     write_manifest,
 )
-from g2rpo_ray.prompts.encoder import ShardEncoder
+from g2rpo_ray.prompts.encoder import SHARD_FILE, ShardEncoder
 from g2rpo_ray.prompts.reading import MANIFEST, METADATA, PROMPTS_FILE, UNFINISHED, read_prompts
 from g2rpo_ray.prompts.selection import Selection, select
+from g2rpo_ray.run.paths import check_outside_states
 
 FINISHED = "finished.jsonl"
 """Which shards of an unfinished folder are whole."""
@@ -77,12 +78,13 @@ def embed(
     Shards that ``folder`` has already are not made again.
 
     Raises:
-        EmbedError: ``folder`` holds something else, its disk is too small, or a private Ray has no
-            room for the workers.
+        EmbedError: ``folder`` holds something else or lies among checkpoints, its disk is too
+            small, or a private Ray has no room for the workers.
         ClusterError: another Ray has none for them within ``cluster.start_timeout_s``.
         PromptFileError, SelectionError: the prompts cannot be used.
         RunError: a worker failed.
     """
+    check_outside_states(folder, EmbedError, "--out")
     check_model(config)
     # With a length to select by, a longer prompt is left out instead of refused.
     longest = config.prompts.max_characters if selection.max_characters is None else None
@@ -97,7 +99,7 @@ def embed(
     shards = [kept[first : first + size] for first in range(0, len(kept), size)]
     finished = _open(folder, _plan(config, encoder, kept, size))
     missing = [n for n in range(len(shards)) if n not in finished]
-    _check_disk(config, folder, sum(len(shards[n]) for n in missing))
+    _check_disk(config, folder, {n: len(shards[n]) for n in missing})
     if missing:
         _encode(config, folder, {n: shards[n] for n in missing}, finished, options)
     files = [finished[number] for number in range(len(shards))]
@@ -249,9 +251,14 @@ def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return finished
 
 
-def _check_disk(config: Config, folder: Path, prompts: int) -> None:
+def _check_disk(config: Config, folder: Path, missing: dict[int, int]) -> None:
+    """``missing``: number of prompts by shard."""
+    prompts = sum(missing.values())
     wanted = prompts * embedding_bytes(config)
     print(f"{prompts} prompts to embed: {format_size(wanted)}")
+    # Whole ones of which a kill left no word: they are written over.
+    old = [file for n in missing if (file := folder / SHARD_FILE.format(n)).is_file()]
+    wanted -= sum(file.stat().st_size for file in old)
     fewer = "fewer with --limit, smaller with prompts.max_sequence_length"
     check_room(folder, wanted, f"embeddings of {prompts} prompts ({fewer})")
 

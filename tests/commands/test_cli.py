@@ -248,6 +248,31 @@ def test_a_path_that_no_system_looks_at(
     assert f"{path}: File name too long" in told
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", QUICKSTART, "run_dir={}"],
+        ["train", QUICKSTART, "run_dir={}", "--dry-run"],
+        ["sample", QUICKSTART, "--checkpoint", "base", "--prompt", "a cat", "--out", "{}"],
+        ["evaluate", QUICKSTART, "--checkpoint", "base", "--out", "{}"],
+        ["score", "{0.parents[2]}", "--config", QUICKSTART, "--out", "{}"],
+        ["embed", QUICKSTART, "tiny_world:prompts/heldout.txt", "--out", "{}"],
+        ["export", QUICKSTART, "--to", "{}"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_nothing_is_written_among_the_checkpoints_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str | Path]
+) -> None:
+    open_run(load_config(QUICKSTART, [f"run_dir={tmp_path}/run"]), "none")
+    states = tmp_path / "run" / "checkpoints"
+    states.mkdir()
+    (tmp_path / "a.png").write_bytes(b"")
+    assert main([str(word).format(states / "mine") for word in arguments]) == 2
+    assert f"{states}/mine: lies in {states}, and the run" in capsys.readouterr().err
+    assert list(states.iterdir()) == []
+
+
 def test_what_is_missing_is_named_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train"])

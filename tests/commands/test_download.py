@@ -230,6 +230,23 @@ def test_the_disk_is_compared_before_anything_is_fetched(
     assert server.fetched() == []
 
 
+def test_a_damaged_file_gives_its_room_to_the_one_that_replaces_it(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch()
+    before, name = len(server.fetched()), "text_encoder/model.safetensors"
+    path = tmp_path / "models" / "FLUX.1-dev" / name
+    path.write_bytes(FLUX_FILES[name][:-1] + b"?")
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    fetch()
+    assert path.read_bytes() == FLUX_FILES[name]
+    path.unlink()
+    with pytest.raises(DiskError, match="what is to come takes"):
+        fetch()
+    assert len(server.fetched()) == before + 1
+
+
 def test_a_model_without_a_pin_stays_at_its_first_commit(server: Hub, tmp_path: Path) -> None:
     assert CLIP.revision is None
     fetch()

@@ -120,6 +120,12 @@ def test_sample_asks_for_room_first(
     # What lies at the base model's switch has its room there, too.
     message = failure_of(capsys, *command, "--count", 60, "evaluation.steps=2", "--trained-steps=1")
     assert "at their largest, with the latents at the switch, (fewer" in message
+    # Pictures that are drawn over take no more.
+    (disk / "out").mkdir()
+    for number in range(30):
+        (disk / "out" / f"0_{number}.png").touch()
+    message = failure_of(capsys, *command, "--count", 100)
+    assert "a folder of 70 PNG files of 64 x 64 pixels" in message
 
 
 def test_sample(
@@ -158,6 +164,14 @@ def test_evaluate_asks_for_room_first(
     assert f"{disk / 'out'}: {what} (fewer with evaluation.prompts or" in message
     assert "evaluation.pictures_per_prompt) takes 1.6 MB, and 1.0 MB are free there" in message
     assert not left(disk)
+    # Those of its rows are there; others' stay beside them.
+    for row in ("base-1steps", "last-8steps"):
+        (disk / "out" / "pictures" / row).mkdir(parents=True)
+        for number in range(20):
+            (disk / "out" / "pictures" / row / f"0_{number}.png").touch()
+    (disk / "out" / "request.json").write_text("{}")
+    message = failure_of(capsys, *command, "evaluation.pictures_per_prompt=25")
+    assert "a folder of 80 PNG files of 64 x 64 pixels" in message
 
 
 def noise(number: int) -> HeldoutPictures:

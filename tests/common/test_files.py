@@ -131,3 +131,18 @@ def test_room_is_asked_for_before_anything_is_there(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"new/folder: it takes \d.* and \d.* are free there"):
         check_room(tmp_path / "new" / "folder", 2 * free, "it")
     assert not left(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc here")
+def test_a_file_system_that_takes_no_files_is_not_called_full() -> None:
+    with pytest.raises(DiskError, match=r"^/proc/x/y: nothing can be written there: .* /proc t"):
+        check_room(Path("/proc/x/y"), 10, "it")
+
+
+def test_a_file_system_that_does_not_say_its_size_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = shutil.disk_usage(tmp_path)._replace(total=0, used=0, free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: silent)
+    check_room(tmp_path / "new" / "folder", 10, "it")
+    assert not left(tmp_path)

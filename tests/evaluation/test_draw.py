@@ -13,13 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from g2rpo_ray.config import Config
+from g2rpo_ray.cli import main
+from g2rpo_ray.config import Config, save_config
 from g2rpo_ray.evaluation import draw as draw_module
 from g2rpo_ray.evaluation import evaluate as evaluate_module
 from g2rpo_ray.evaluation import rows as rows_module
 from g2rpo_ray.evaluation.draw import Drawing, base_weights
 from g2rpo_ray.evaluation.records import Records
-from g2rpo_ray.evaluation.rows import BASE, EvaluationError, Row, make_rows, parse_weights
+from g2rpo_ray.evaluation.rows import (
+    BASE,
+    EvaluationError,
+    Row,
+    check_steps,
+    make_rows,
+    parse_weights,
+)
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder, delete_old_checkpoints
 from g2rpo_ray.learner.checkpoints.format import (
     CheckpointError,
@@ -243,30 +251,50 @@ def test_weights_of_another_kind_are_refused_with_both_kinds(config: Config) -> 
     ],
 )
 def test_steps_and_shares_out_of_range(
-    config: Config, steps: list[int], hybrids: list[float], message: str
+    steps: list[int], hybrids: list[float], message: str
 ) -> None:
     with pytest.raises(EvaluationError, match=message):
-        make_rows(
-            parse_weights(config, ["base"], Path(config.run_dir).parent / "pins"), steps, hybrids
-        )
+        check_steps(steps, hybrids)
+
+
+@pytest.mark.parametrize(
+    ("steps", "hybrids", "name"),
+    [
+        ([6], [0.5, 0.5], "--hybrid 0.5"),
+        ([6], [0.5, 0.50000001], "--hybrid 0.5"),
+        ([6, 6], [0.5], "--steps 6"),
+        ([6, 12, 6], [], "--steps 6"),
+    ],
+)
+def test_a_row_that_stands_twice_is_refused(
+    steps: list[int], hybrids: list[float], name: str
+) -> None:
+    with pytest.raises(EvaluationError, match=f"{name}: it is given twice"):
+        check_steps(steps, hybrids)
 
 
 @pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize(
-    ("steps", "hybrids", "name"),
+    "bad",
     [
-        ([6], [0.5, 0.5], "last-6steps-hybrid0.5"),
-        ([6, 6], [0.5], "last-6steps"),
-        ([6, 12, 6], [], "last-6steps"),
+        ["--steps", "0"],
+        ["--steps", "4,4"],
+        ["--hybrid", "2"],
+        ["--checkpoint", "last", "--checkpoint", "my weights=last"],
+        ["--checkpoint", "last", "--checkpoint", "last"],
+        ["--checkpoint", "last", "--checkpoint", "no/such"],
     ],
+    ids=" ".join,
 )
-def test_a_row_that_stands_twice_is_refused(
-    config: Config, steps: list[int], hybrids: list[float], name: str
+def test_no_weights_are_said_to_be_kept_where_something_is_refused(
+    config: Config, bad: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(EvaluationError, match=f"the row {name} stands twice"):
-        make_rows(
-            parse_weights(config, ["last"], Path(config.run_dir).parent / "pins"), steps, hybrids
-        )
+    save_config(config, Path(config.run_dir) / "config.yaml")
+    assert main(["evaluate", config.run_dir, "--out", str(tmp_path / "out"), *bad]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert bad[0] in told.err or bad[-1] in told.err
+    assert not list((tmp_path / "out").glob("weights/*"))
 
 
 def test_a_run_without_a_checkpoint_is_said(config: Config, tmp_path: Path) -> None:

@@ -46,6 +46,22 @@ def test_served_and_in_process_give_the_same(
     assert "no words in the prompt file" in found[True]["2_0.png"]["problem"]
 
 
+def test_a_served_scorer_says_itself_whether_it_wants_captions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judges, "ray_cluster", lambda _: nullcontext(False))
+    folder = folder_of(tmp_path / "p", ["a.png"])
+    config = load_scoring(None, [], overrides("bright") + overrides("plain", "Plain"))
+    found = []
+    for on_ray in (False, True):
+        score(config, folder, None, tmp_path / f"out{on_ray}", on_ray=on_ray)
+        found.append(rows_of(tmp_path / f"out{on_ray}")["a.png"])
+    here, served = found
+    assert here["plain"] is not None
+    assert served == here
+    assert here["problem"] == "bright: it has no prompt"
+
+
 def test_servers_compute_the_same_bits_where_a_run_is_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,6 +272,25 @@ def test_a_full_disk_is_said_before_anything_is_encoded(
         run(tiny_config(tmp_path), str(text_file(tmp_path)), tmp_path / "o", Selection(), OPTIONS)
 
 
+def test_shards_that_are_written_over_give_their_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., object]
+) -> None:
+    def encode(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("g2rpo_ray.training.embed._encode", encode)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    asked = tiny_config(tmp_path), str(text_file(tmp_path)), tmp_path / "o", Selection(), OPTIONS
+    with pytest.raises(DiskError):
+        run(*asked)
+    # Whole, but the command was killed before it noted them.
+    for number in range(len(PROMPTS)):
+        (tmp_path / "o" / f"shard_{number:05d}.safetensors").write_bytes(bytes(100_000))
+    with pytest.raises(InterruptedError):
+        run(*asked)
+
+
 @pytest.mark.parametrize(
     ("private", "error", "waits"), [(True, EmbedError, False), (False, ClusterError, True)]
 )

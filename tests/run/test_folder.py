@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoints.folders import SNAPSHOTS, checkpoint_folder
-from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
+from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo, read_info
 from g2rpo_ray.models.fingerprint import base_file_fingerprint, base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run.folder import _LOCKS, begin_life, changed_settings, open_run, write_resolved
 from g2rpo_ray.run.paths import RunFolderError
 from g2rpo_ray.run.scores import save_heldout
-from g2rpo_ray.run.weights import checkpoint_named, trained_kind
+from g2rpo_ray.run.weights import checkpoint_named, trained_kind, while_it_is_there
 from g2rpo_ray.tracking.report.page import write_report
 from tests.states import write_checkpoint
 from tests.tiny import copy_flux, reshard, tiny_config
@@ -185,6 +185,48 @@ def test_a_refused_folder_is_left_as_it_was(folder: Path) -> None:
     before = {path: path.read_bytes() for path in files}
     error_of(config_of(folder, "seed=5"), "none")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "checkpoints",
+        "checkpoints/mine",
+        "checkpoints/iteration_000003",
+        "checkpoints/iteration_000003/mine",
+        "snapshots/checkpoints/mine",
+        "link/mine",
+        "copy/mine",
+    ],
+)
+def test_a_run_among_the_states_of_another_is_refused(folder: Path, inside: str) -> None:
+    """Which would be deleted with them."""
+    state = save(start(folder), 3)
+    (folder / "link").symlink_to(state)
+    (folder / "copy").mkdir()
+    for file in state.iterdir():
+        (folder / "copy" / file.name).write_bytes(file.read_bytes())
+    before = sorted(folder.rglob("*"))
+    message = error_of(config_of(folder / inside), "none")
+    with pytest.raises(RunFolderError):
+        write_resolved(config_of(folder / inside))
+    how = "lies in" if "mine" in inside else "is"
+    assert f"run_dir {folder / inside}: {how} {folder}" in message
+    assert message.endswith(
+        "name a folder outside of checkpoints and of a run's checkpoints and snapshots"
+    )
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_run_beside_the_states_of_another_is_none_of_theirs(folder: Path) -> None:
+    start(folder)
+    # As a folder for runs may be named, beside the settings that they are made from.
+    own = folder.parent / "project"
+    (own / "checkpoints").mkdir(parents=True)
+    (own / "config.yaml").write_text("")
+    (own / "state.json").write_text("{}")
+    for place in (folder / "next", own / "checkpoints" / "run"):
+        assert open_run(config_of(place), "none").folder == place
 
 
 def test_a_dry_run_does_not_count_as_a_run(folder: Path) -> None:
@@ -422,6 +464,16 @@ def test_named_checkpoints(folder: Path) -> None:
     first, last = save(config, 2), save(config, 4)
     assert checkpoint_named(config, "last") == last
     assert checkpoint_named(config, str(first)) == first
+
+
+@pytest.mark.parametrize("name", ["5", "file", "empty"])
+def test_what_is_no_checkpoint_is_named_once(folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        while_it_is_there(config_of(folder), str(tmp_path / name), read_info)
+    assert str(caught.value).count(str(tmp_path)) == 1
+    assert "a run has" in str(caught.value)
 
 
 def test_heldout_pictures_are_kept_with_their_scores(folder: Path) -> None:

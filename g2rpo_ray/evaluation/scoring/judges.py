@@ -1,6 +1,6 @@
 """Who gives the scores: scorers in this process, or reward servers on Ray Serve."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,7 +15,7 @@ from g2rpo_ray.common.device import compute_the_same_bits, role_device
 from g2rpo_ray.common.secrets import redacted
 from g2rpo_ray.config.scoring import ScoringConfig
 from g2rpo_ray.rewards.client import NO_ANSWER, RewardClient
-from g2rpo_ray.rewards.registry import make_scorer, scorer_class
+from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, check_request, check_scores
 from g2rpo_ray.rewards.section import RewardSection
 from g2rpo_ray.rewards.server import reward_servers
@@ -100,9 +100,11 @@ class ServedJudge:
     """Every scorer behind Ray Serve."""
 
     client: RewardClient
+    readers: Set[str]
+    """Rewards that need prompts."""
 
     def reads_prompts(self, name: str) -> bool:
-        return scorer_class(self.client.rewards[name].kind).reads_prompts
+        return name in self.readers
 
     def scores(self, asked: Mapping[str, Sequence[Asked]]) -> dict[str, list[Score]]:
         sent = [
@@ -149,4 +151,5 @@ def judge_of(config: ScoringConfig, servers: str | None) -> Iterator[Judge]:
         with reward_servers(
             servers, rewards, timeout_s, private, deterministic=deterministic
         ) as handles:
-            yield ServedJudge(RewardClient(handles, rewards, stop_on_invalid=False))
+            client = RewardClient(handles, rewards, stop_on_invalid=False)
+            yield ServedJudge(client, {name for name in rewards if client.reads_prompts(name)})

@@ -275,7 +275,7 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     path = folder / "state.json"
     try:
         content = json.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{folder}: no checkpoint there (no state.json); a run has them in checkpoints/"
         ) from None
