@@ -182,16 +182,17 @@ def test_ray_starts_no_workers_ahead_unless_it_is_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
     seen: list[str | None] = []
+    name = "RAY_prestart_worker_first_driver"
 
     def start(**_: object) -> NoReturn:
-        seen.append(os.environ.get("RAY_prestart_worker_first_driver"))
+        seen.append(os.environ.get(name))
         raise ValueError("not here")
 
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv("RAY_prestart_worker_first_driver", raising=False)
+    monkeypatch.delenv(name, raising=False)
     if given:
-        monkeypatch.setenv("RAY_prestart_worker_first_driver", given)
+        monkeypatch.setenv(name, given)
     monkeypatch.setattr(connect, "ensure_token", lambda: None)
     monkeypatch.setattr(ray, "init", start)
     with (
