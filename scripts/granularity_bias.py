@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import measuring
@@ -36,6 +37,7 @@ from g2rpo_ray.maths.granularity import completion_indices
 from g2rpo_ray.maths.sde import SdeStep, euler_step
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.prompts.dataset import read_config_prompts
 from g2rpo_ray.rollout.worker import RolloutWorker
 from g2rpo_ray.sampling.group import GroupKey
@@ -51,6 +53,8 @@ class Study:
     overrides: tuple[str, ...]
     push: float
     """Of the stochastic step's standard deviation."""
+    weights: Path | None
+    """Of a run of ``compare_algorithms.py``; none are the base model's."""
 
 
 @lru_cache(maxsize=1)
@@ -58,6 +62,8 @@ def _roles(study: Study) -> tuple[RolloutWorker, TextEncoder, list[str]]:
     """Once a process."""
     config = load_config(study.config, list(study.overrides))
     worker = local_worker(config)
+    if study.weights is not None:
+        load_weights(worker.policy, load_file(study.weights, device=str(worker.device)))
     encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
     return worker, encoder, read_config_prompts(config, config.prompts.heldout)
 
@@ -185,6 +191,7 @@ def main() -> int:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--config", type=Path, default=measuring.ROOT / "configs/quickstart.yaml")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides")
+    parser.add_argument("--weights", type=Path, metavar="FILE", help="that a run ended with")
     parser.add_argument("--prompts", type=int, default=64, help="held-out ones, a group each and k")
     parser.add_argument("--push", type=float, default=0.5, help="of the step's std (0.5)")
     parser.add_argument("--data", type=Path, required=True, help="file of the scores (.npz)")
@@ -196,7 +203,7 @@ def main() -> int:
     options = parser.parse_args()
     card = [*measuring.settings("shared_card"), "rollout.batch_size=4096"]
     overrides = (*options.set, *(card if options.cards else []))
-    study = Study(options.config, overrides, options.push)
+    study = Study(options.config, overrides, options.push, options.weights)
     done = collect(study, options)
     if not done:
         print("no prompt was drawn within --limit-s", file=sys.stderr)

@@ -3,10 +3,10 @@
     python scripts/hard_world.py --out runs/hard --cards 1 --limit-s 540
 
 Writes the world to ``OUT/world``, then makes what the four conditions rest on: the base model's
-figures, how granularities rank its branches, and runs at the paper's settings with two that are to
-hack their reward. What needs nothing of each other runs side by side, on a card under CUDA's MPS.
-Where ``--limit-s`` ends it, it ends with 3, and the same command goes on. ``OUT/world.md`` says
-whether the conditions hold; if one does not, it ends with 1.
+figures, how granularities rank its branches and a trained one's, and runs at the paper's settings
+with two that are to hack their reward. What needs nothing of each other runs side by side, on a
+card under CUDA's MPS. Where ``--limit-s`` ends it, it ends with 3, and the same command goes on.
+``OUT/world.md`` says whether the conditions hold; if one does not, it ends with 1.
 """
 
 import json
@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 import build_tiny_world
 import measuring
 from build_tiny_world import STAGES
-from comparing.runs import BASE, Point, Result
+from comparing.runs import BASE, WEIGHTS, Point, Result, run_name
 from g2rpo_ray.common.files import replacing
 from g2rpo_ray.config import load_config
 from judgement import interval
@@ -41,6 +41,8 @@ SMALL: dict[str, Any] = {"steps": 6, "members": 3, "prompts_per_iteration": 1}
 """Sampling of the quick effort."""
 BASE_ORACLE, MOST_AFTER, MOST_AGREEMENT, FALL = (0.2, 0.4), 0.95, 0.8, 0.05
 """The conditions; a run is hacked where its oracle falls by so much while its rewards rise."""
+RANKED = "G2RPO Λ={1}"
+"""The run whose end is ranked, too."""
 OVERTIME_S = 40.0
 
 
@@ -63,7 +65,8 @@ class Folder:
         self.out = out
         self.world, self.figures = out / "world", out / "world.json"
         self.settings, self.runs = out / "run.yaml", out / "runs"
-        self.bias, self.curves = out / "bias.json", out / "runs.json"
+        self.bias, self.trained_bias = out / "bias.json", out / "bias_trained.json"
+        self.curves = out / "runs.json"
 
     def note(self, stage: str) -> Path:
         return self.figures if self.figures.exists() else self.out / "world.work" / f"{stage}.json"
@@ -94,20 +97,17 @@ def waves(folder: Folder, effort: str, cards: int) -> Iterator[list[Task]]:
 
     asked, (rankers, runners) = EFFORTS[effort], (6, 5) if cards else (1, 1)
     shared = ["--config", str(folder.settings), "--cards", str(cards)]
-    bias = [
-        *(
-            "granularity_bias.py",
-            *shared,
-            "--prompts",
-            str(asked["prompts"]),
-            "--processes",
-            str(rankers),
-        ),
-        *("--data", str(folder.out / "bias.npz"), "--json", str(folder.bias)),
-        *("--markdown", str(folder.out / "bias.md"), "--plot", str(folder.out / "bias.svg")),
-    ]
+
+    def bias(into: Path, *more: str) -> Task:
+        command = ["granularity_bias.py", *shared, "--prompts", str(asked["prompts"])]
+        command += ["--processes", str(rankers), "--data", str(into.with_suffix(".npz"))]
+        command += ["--json", str(into), "--markdown", str(into.with_suffix(".md"))]
+        return Task(into.stem, [*command, "--plot", str(into.with_suffix(".svg")), *more], [into])
+
+    rate = load_config(folder.settings).learner.learning_rate
     runs = [
-        *("compare_algorithms.py", *shared, "--rows-of", "validation", "--processes", str(runners)),
+        *("compare_algorithms.py", *shared, "--learning-rates", f"{rate:g}"),
+        *("--rows-of", "validation", "--processes", str(runners)),
         *("--seeds", "0", "--iterations", str(asked["iterations"]), "--evaluations", "0"),
         *("--every", str(asked["every"]), "--heldout", str(asked["heldout"])),
         *("--judge-steps", *map(str, asked["judge"]), "--keep", str(folder.runs)),
@@ -119,9 +119,11 @@ def waves(folder: Folder, effort: str, cards: int) -> Iterator[list[Task]]:
     plot = folder.out / "runs.svg"  # runs.json is there from the first run on
     yield [
         Task("measure", build("measure").command, [folder.figures]),
-        Task("bias", bias, [folder.bias]),
+        bias(folder.bias),
         Task("runs", runs, [plot]),
     ]
+    trained = folder.runs / run_name(RANKED, rate, 0) / WEIGHTS
+    yield [bias(folder.trained_bias, "--weights", str(trained))]
 
 
 def run_wave(tasks: Sequence[Task], logs: Path, until_s: float) -> bool:
@@ -189,11 +191,15 @@ def base_oracle(folder: Folder) -> Found:
 
 
 def agreement(folder: Folder) -> Found:
-    row = next(r for r in json.loads(folder.bias.read_text()) if r["row"] == "Λ={3}")
-    mean, low, high = row["with Λ={1}"]
-    what = "correlation of λ=1's and λ=3's advantages inside groups"
-    found = f"{mean:.3f} ({low:.3f}, {high:.3f})"
-    return Found(what, f"below {MOST_AGREEMENT}", found, mean < MOST_AGREEMENT)
+    """Training sharpens groups, in which coarse grids then rank worse: one of both has to hold."""
+    said, lowest = [], 1.0
+    for weights, file in (("base", folder.bias), ("trained", folder.trained_bias)):
+        row = next(r for r in json.loads(file.read_text()) if r["row"] == "Λ={3}")
+        mean, low, high = row["with Λ={1}"]
+        said.append(f"{weights} {mean:.3f} ({low:.3f}, {high:.3f})")
+        lowest = min(lowest, mean)
+    what = "correlation of λ=1's and λ=3's advantages inside groups, base or trained weights"
+    return Found(what, f"below {MOST_AGREEMENT}", ", ".join(said), lowest < MOST_AGREEMENT)
 
 
 def read_results(folder: Folder) -> list[Result]:

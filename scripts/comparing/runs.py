@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
+from safetensors.torch import save_file
 from torch import Tensor
 
 import measuring
@@ -31,6 +32,16 @@ BASE = "base model"
 """The row of the untrained model: judged, and never trained."""
 _AS_IT_IS = ConfigDict(ser_json_inf_nan="constants")
 """A score that is NaN is kept as NaN, not as a null that cannot be read again."""
+
+
+WEIGHTS = "weights.safetensors"
+"""Of a run that is done: what it draws with at its end, in half precision."""
+
+
+def run_name(row: str, learning_rate: float, seed: int) -> str:
+    """Of the run's folder."""
+    name = "".join(c if c.isalnum() else "_" for c in row)
+    return f"{name}-{learning_rate:g}-{seed}"
 
 
 @dataclass(frozen=True)
@@ -69,8 +80,7 @@ class Job:
     @property
     def folder(self) -> Path | None:
         """Its own."""
-        name = "".join(c if c.isalnum() else "_" for c in self.row)
-        return self.keep and self.keep / f"{name}-{self.learning_rate:g}-{self.seed}"
+        return self.keep and self.keep / run_name(self.row, self.learning_rate, self.seed)
 
 
 @dataclass
@@ -180,7 +190,8 @@ class Training:
         self.heldout = [self.prompt(*each) for each in evenly(heldout, config.evaluation.prompts)]
 
     def keep(self, result: Result) -> None:
-        """The result, and the weights and optimizer that it goes on from, if it does."""
+        """The result, and the weights and optimizer that it goes on from, if it does; at the end
+        the weights alone."""
         if self._folder is None:
             return
         result.updates = self.engine.updates
@@ -189,6 +200,10 @@ class Training:
         if not result.done and result.iteration:
             with replacing(state) as file:
                 write_parts(file, self.engine.state_parts())
+        elif result.iteration:
+            weights = {n: w.detach().half().cpu() for n, w in self.engine.weights().items()}
+            with replacing(self._folder / WEIGHTS) as file:
+                save_file(weights, file)
         with replacing(self._folder / "result.json") as file:
             file.write_bytes(TypeAdapter(Result).dump_json(result))
         for older in self._folder.glob("state-*.safetensors"):

@@ -10,10 +10,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
+from safetensors.torch import load_file
 
 from comparing import runs
 from tests.integration.command import ROOT, python_path
 from tests.scripts.loading import load_script
+from tests.tiny import equal_weights
 
 RUN = """
 import sys, types
@@ -58,6 +60,9 @@ def test_a_run_that_paused_ends_as_one_that_did_not(tmp_path: Path) -> None:
     assert one["evaluations"] == other["evaluations"]
     assert one["updates"] == other["updates"] == 3
     assert not list(tmp_path.rglob("state-*"))
+    ends = [load_file(file) for file in sorted(tmp_path.rglob(runs.WEIGHTS))]
+    assert len(ends) == 2
+    assert equal_weights(*ends)
 
 
 @pytest.fixture(scope="module")

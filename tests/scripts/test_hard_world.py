@@ -93,9 +93,10 @@ def test_conditions_have_two_sides(script: ModuleType, tmp_path: Path) -> None:
         figures = {"flux_oracle_8_steps": 0.3, "flux_oracle_16_steps": value, "flux_pictures": 9}
         folder.figures.write_text(json.dumps({"figures": figures}))
         assert script.base_oracle(folder).holds is holds
-    for value, holds in ((0.79, True), (0.81, False)):
-        rows = [{"row": "Λ={1}"}, {"row": "Λ={3}", "with Λ={1}": [value, 0.7, 0.9]}]
-        folder.bias.write_text(json.dumps(rows))
+    for base, trained, holds in ((0.79, 0.9, True), (0.81, 0.79, True), (0.81, 0.81, False)):
+        for value, file in ((base, folder.bias), (trained, folder.trained_bias)):
+            rows = [{"row": "Λ={1}"}, {"row": "Λ={3}", "with Λ={1}": [value, 0.7, 0.9]}]
+            file.write_text(json.dumps(rows))
         assert script.agreement(folder).holds is holds
     for value, holds in ((0.94, True), (0.96, False)):
         runs = [
@@ -122,7 +123,7 @@ def test_every_task_is_a_command_line_that_its_script_takes(
     folder = script.Folder(tmp_path)
     script.write_settings(folder, "full", cards)
     tasks = [task for wave in script.waves(folder, "full", cards) for task in wave]
-    assert len(tasks) == 7
+    assert len(tasks) == 8
     for program, *arguments in (task.command for task in tasks):
         options = script_options(program.removesuffix(".py"), [*arguments, "--limit-s", "60"])
         assert options.limit_s == 60
