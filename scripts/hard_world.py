@@ -191,7 +191,7 @@ def base_oracle(folder: Folder) -> Found:
 
 
 def agreement(folder: Folder) -> Found:
-    """Training sharpens groups, in which coarse grids then rank worse: one of both has to hold."""
+    """One of both has to hold: on the tiny world, grids agreed less after training."""
     said, lowest = [], 1.0
     for weights, file in (("base", folder.bias), ("trained", folder.trained_bias)):
         row = next(r for r in json.loads(file.read_text()) if r["row"] == "Λ={3}")

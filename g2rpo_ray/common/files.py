@@ -118,7 +118,7 @@ def check_room(folder: Path, size_bytes: int, what: str) -> None:
         DiskError: the disk of ``folder``, which need not be there yet, has less room, or what is
             there takes no files.
     """
-    there = _nearest(folder)
+    there = nearest_folder(folder)
     usage = shutil.disk_usage(there)
     if not usage.total:
         # Of the kernel's own (/proc), or one that does not say: what it takes must be tried.
@@ -139,10 +139,10 @@ def check_room(folder: Path, size_bytes: int, what: str) -> None:
 
 
 def _free(path: Path) -> int:
-    return shutil.disk_usage(_nearest(path)).free
+    return shutil.disk_usage(nearest_folder(path)).free
 
 
-def _nearest(path: Path) -> Path:
+def nearest_folder(path: Path) -> Path:
     """Of it and the folders that it lies in, the first that is there."""
     # Path.exists raises where a name is too long, or a folder on the way may not be looked into.
     folders = (path, *path.absolute().parents)

@@ -130,7 +130,7 @@ def _draw(
         launch_rollout(config, embeddings, print) as (encoder, pool),
     ):
         length = config.prompts.max_sequence_length
-        if told := encoder.cut([text for _, text in prompts], length, stop.check):
+        if told := encoder.cut([text for _, text in prompts], length):
             print(told, flush=True)
         Drawing(config, encoder, pool, records, on_progress).run(rows, prompts)
 

@@ -37,6 +37,8 @@ from g2rpo_ray.training.settings import at_deployment_size, png_files, size_word
 
 LINE_S = 5.0
 """Between two lines about the progress."""
+PICTURE_FILE = "{}_{}.png"
+"""Numbers of the prompt, and of the picture among its own."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> Iterator[Pat
     pictures = len(options.prompts) * options.pictures_per_prompt
     # os.path.isfile, as Path.is_file raises where the folder's name is too long.
     there = sum(
-        os.path.isfile(folder / f"{prompt}_{number}.png")  # noqa: PTH113
+        os.path.isfile(folder / PICTURE_FILE.format(prompt, number))  # noqa: PTH113
         for prompt in range(len(options.prompts))
         for number in range(options.pictures_per_prompt)
     )
@@ -157,7 +159,7 @@ def _draw(
             x0 = sampler.arrive(x.to(device), embeds[prompt], switch if is_hybrid else 0)
             check_finite(x0, options.prompts[prompt], f"--checkpoint {options.checkpoint}")
             for number, picture in zip(numbers, decoder.decode(x0), strict=True):
-                path = folder / f"{prompt}_{number}.png"
+                path = folder / PICTURE_FILE.format(prompt, number)
                 with replacing(path) as temporary:
                     Image.fromarray(picture.numpy()).save(temporary, "PNG")
                 yield path

@@ -16,7 +16,7 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import tqdm
 
-from g2rpo_ray.common.files import check_room, replace_text, sha256_of_file, writing
+from g2rpo_ray.common.files import check_room, nearest_folder, replace_text, sha256_of_file, writing
 from g2rpo_ray.common.formatting import format_size
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
@@ -160,9 +160,7 @@ def _check_disks(missing: Sequence[tuple[Listing, Sequence[HubFile]]]) -> None:
     wanted: dict[int, int] = defaultdict(int)
     folders: dict[int, Path] = {}
     for listing, files in missing:
-        folder = listing.target.folder
-        while not folder.exists():
-            folder = folder.parent
+        folder = nearest_folder(listing.target.folder)
         disk = folder.stat().st_dev
         # Damaged ones are deleted before they are fetched again.
         old = [path for file in files if (path := listing.path_of(file)).is_file()]

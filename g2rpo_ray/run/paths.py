@@ -11,7 +11,8 @@ SETTINGS, RESOLVED, VERSIONS = "config.yaml", "resolved.yaml", "versions.json"
 """Of a run's folder: what it was started with, what a dry run would start with, packages."""
 
 OF_STATES = ("checkpoints", "snapshots")
-"""Folders of a run's states, in which it deletes."""
+"""Folders of a run's states, in which it deletes; learner/checkpoints, whose names they are, brings
+torch, and the command line does without."""
 
 
 class RunFolderError(InputError):

@@ -85,19 +85,17 @@ class Encoder:
         """Its actor, if any."""
         return [self.actor] if "actor" in vars(self) else []
 
-    def cut(self, texts: Sequence[str], length: int, on_wait: Callable[[], None]) -> str:
+    def cut(self, texts: Sequence[str], length: int) -> str:
         """``cut_words`` of those that it encodes: others were told when they were embedded.
 
-        Args:
-            on_wait: called each second meanwhile, as the encoders may still be loaded.
-
         Raises:
+            StopRequested: a signal came meanwhile, as the encoders may still be loaded.
             InputError, RunError: they cannot be loaded.
             SupplyError: they failed otherwise, or their process ended.
         """
         asked = [actor.cut.remote(texts) for actor in self.started]
         while asked and ray.wait(asked, num_returns=len(asked), timeout=HEED_S)[1]:
-            on_wait()
+            heed()
         for answer in asked:
             if isinstance(cause := error_of(answer), InputError | RunError):
                 raise cause

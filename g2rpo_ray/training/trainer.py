@@ -93,7 +93,7 @@ class Trainer:
             self.sync()
         texts = [*self.session.train_prompts, *(text for _, text in self.session.heldout_prompts)]
         length = self.config.prompts.max_sequence_length
-        if told := self.roles.encoder.cut(texts, length, self.session.stop.check):
+        if told := self.roles.encoder.cut(texts, length):
             self.session.note(told)
 
     def generate(self) -> Drawn:

@@ -144,9 +144,10 @@ def test_a_stop_is_heard_until_the_last_encoder_has_answered(
     monkeypatch.setattr(roles.ray, "wait", lambda *_, **__: ([quick], [slow]))
     monkeypatch.setattr(roles, "error_of", lambda _: pytest.fail("waits for the slow one, deaf"))
     encoder = roles.Encoder(tiny_config(tmp_path, "prompts.max_sequence_length=6"), mock.Mock())
-    stop = mock.Mock(side_effect=StopRequested(signal.SIGTERM))
-    with pytest.raises(StopRequested):
-        encoder.cut(["a cat"], 6, stop)
+    with StopSignal("all stays"):
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StopRequested):
+            encoder.cut(["a cat"], 6)
 
 
 class BrokenEncoder:
@@ -178,6 +179,6 @@ def test_an_encoder_that_fails_before_the_first_prompt_is_named(
     # The tiny world's embeddings are of another length.
     encoder = roles.Encoder(tiny_config(tmp_path, "prompts.max_sequence_length=6"), lambda: actor)
     with pytest.raises(expected, match=words) as caught:
-        encoder.cut(["a cat"], 6, lambda: None)
+        encoder.cut(["a cat"], 6)
     assert type(caught.value) is expected
     ray.kill(actor)
