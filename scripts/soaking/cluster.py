@@ -25,6 +25,7 @@ LEAVING_S = 90.0
 """For what a finished run had on the cluster to go."""
 CPUS = {"num_cpus": 1}
 """Of a node; the roles take a quarter each."""
+SHARED = Path("/dev/shm")
 T = TypeVar("T")
 
 
@@ -191,7 +192,7 @@ def left_behind(nodes: Nodes, address: str) -> dict[str, list[str]]:
 
 
 def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    return {path.name for path in SHARED.iterdir()}
 
 
 def made_with_a_card(names: set[str]) -> set[str]:
@@ -202,11 +203,22 @@ def made_with_a_card(names: set[str]) -> set[str]:
 
 
 def held_by_living(names: set[str]) -> set[str]:
-    """Those of the files that some process has open or mapped: others' runs beside this one."""
-    held = set()
+    """Those of the files that some process has open or mapped, or that are gone meanwhile: of
+    others' runs beside this one.
+
+    By inode: who makes a semaphore maps it under a name that it had for a moment.
+    """
+    held, left = set(), {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            links = [str(link.readlink()) for link in (process / "fd").iterdir()]
-            used = "\n".join([(process / "maps").read_text(), *links])
-            held |= {name for name in names if f"/dev/shm/{name}" in used}
-    return held
+            maps = [line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines()]
+            held |= {int(at[4]) for at in maps if at[5:] and at[5].startswith(f"{SHARED}/")}
+            for link in (process / "fd").iterdir():
+                # It may be closed meanwhile.
+                with suppress(OSError):
+                    if link.readlink().is_relative_to(SHARED):
+                        held.add(link.stat().st_ino)
+    for name in names:
+        with suppress(FileNotFoundError):
+            left[name] = (SHARED / name).stat().st_ino
+    return {name for name in names if name not in left or left[name] in held}

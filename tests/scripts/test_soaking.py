@@ -1,5 +1,6 @@
 """scripts/soaking: the judge's moods against the product's own scorer, the plan, what has grown."""
 
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer, ScorerError
 from g2rpo_ray.rollout.actor import RolloutActor
 from soaking import judge as judge_module
-from soaking.cluster import made_with_a_card
+from soaking.cluster import SHARED, held_by_living, made_with_a_card, shared_memory
 from soaking.judge import RANGE, WRONG_ASKS, Judge, judging
 from soaking.watch import growth, role_of
 from soaking.week import MOODS, Ledger, Plan, grew
@@ -123,3 +124,19 @@ def test_a_ledger_goes_on_where_it_was_left(tmp_path: Path) -> None:
     later.add("loss", 4, lost="node")
     assert [(it["what"], it["iteration"]) for it in later.lines] == [("mood", 3), ("loss", 4)]
     assert Ledger(tmp_path / "x").lines == later.lines
+
+
+def test_a_semaphore_of_a_living_process_is_not_left_behind() -> None:
+    before = shared_memory()
+    lock = multiprocessing.get_context("spawn").Lock()
+    name = lock._semlock.name.replace("/", "sem.")  # type: ignore[attr-defined]
+    assert name in shared_memory() - before
+    assert held_by_living({name, "left-by-nobody"}) == {name, "left-by-nobody"}
+    file = SHARED / "left-behind-by-a-test"
+    file.touch()
+    try:
+        assert held_by_living({file.name}) == set()
+        with file.open():
+            assert held_by_living({file.name}) == {file.name}
+    finally:
+        file.unlink()
