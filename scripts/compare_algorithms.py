@@ -84,7 +84,7 @@ def learning_rates(options: argparse.Namespace, templates: Sequence[Job]) -> dic
                 template,
                 seed=TUNING_SEED,
                 learning_rate=rate,
-                max_iterations=1,
+                max_iterations=options.tuning_iterations,
                 max_evaluations=options.tuning_evaluations,
                 max_s=0.0,
                 judge_steps=[],
@@ -237,6 +237,7 @@ def main() -> int:
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-4])
     parser.add_argument("--tuning", type=Path, help="file of each row's learning rate")
     parser.add_argument("--tuning-evaluations", type=int, default=22_000, help="budget of tuning")
+    parser.add_argument("--tuning-iterations", type=int, default=1, help="and at least so many")
     parser.add_argument("--runs", type=Path, help="an earlier --json to show; nothing is trained")
     parser.add_argument("--config", type=Path, default=Job.config, help="settings of every run")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")

@@ -32,10 +32,18 @@ from side_by_side import one_server
 
 SCRIPTS = Path(__file__).parent
 RUN = SCRIPTS / "tiny_world" / "hard_run.yaml"
+RUNS = ("validation", "hacking")
+"""Rows of a comparison; an effort has the iterations of both."""
 EFFORTS: dict[str, dict[str, Any]] = {
-    "full": {"iterations": 150, "every": 25, "heldout": 64, "prompts": 24, "judge": [16, 28]},
-    "trial": {"iterations": 6, "every": 2, "heldout": 8, "prompts": 2, "judge": [16]},
-    "quick": {"iterations": 3, "every": 1, "heldout": 2, "prompts": 1, "judge": [4]},
+    "full": {
+        "iterations": (150, 400),
+        "every": 25,
+        "heldout": 64,
+        "prompts": 24,
+        "judge": [16, 28],
+    },
+    "trial": {"iterations": (6, 6), "every": 2, "heldout": 8, "prompts": 2, "judge": [16]},
+    "quick": {"iterations": (3, 3), "every": 1, "heldout": 2, "prompts": 1, "judge": [4]},
 }
 SMALL: dict[str, Any] = {"steps": 6, "members": 3, "prompts_per_iteration": 1}
 """Sampling of the quick effort."""
@@ -66,7 +74,6 @@ class Folder:
         self.world, self.figures = out / "world", out / "world.json"
         self.settings, self.runs = out / "run.yaml", out / "runs"
         self.bias, self.trained_bias = out / "bias.json", out / "bias_trained.json"
-        self.curves = out / "runs.json"
 
     def note(self, stage: str) -> Path:
         return self.figures if self.figures.exists() else self.out / "world.work" / f"{stage}.json"
@@ -95,7 +102,7 @@ def waves(folder: Folder, effort: str, cards: int) -> Iterator[list[Task]]:
         command += ["--device", "cuda" if cards else "cpu", "--only", *stages]
         return Task("+".join(stages), command, [folder.note(stage) for stage in stages])
 
-    asked, (rankers, runners) = EFFORTS[effort], (6, 5) if cards else (1, 1)
+    asked, (rankers, runners) = EFFORTS[effort], (6, 3) if cards else (1, 1)
     shared = ["--config", str(folder.settings), "--cards", str(cards)]
 
     def bias(into: Path, *more: str) -> Task:
@@ -105,22 +112,26 @@ def waves(folder: Folder, effort: str, cards: int) -> Iterator[list[Task]]:
         return Task(into.stem, [*command, "--plot", str(into.with_suffix(".svg")), *more], [into])
 
     rate = load_config(folder.settings).learner.learning_rate
-    runs = [
-        *("compare_algorithms.py", *shared, "--learning-rates", f"{rate:g}"),
-        *("--rows-of", "validation", "--processes", str(runners)),
-        *("--seeds", "0", "--iterations", str(asked["iterations"]), "--evaluations", "0"),
-        *("--every", str(asked["every"]), "--heldout", str(asked["heldout"])),
-        *("--judge-steps", *map(str, asked["judge"]), "--keep", str(folder.runs)),
-        *("--json", str(folder.curves), "--plot", str(folder.out / "runs.svg")),
-        *("--markdown", str(folder.out / "runs.md")),
-    ]
+
+    def compare(rows: str, iterations: int) -> Task:
+        plot = folder.out / f"{rows}.svg"  # the last that is written
+        command = [
+            *("compare_algorithms.py", *shared, "--learning-rates", f"{rate:g}"),
+            *("--rows-of", rows, "--processes", str(runners)),
+            *("--seeds", "0", "--iterations", str(iterations), "--evaluations", "0"),
+            *("--every", str(asked["every"]), "--heldout", str(asked["heldout"])),
+            *("--judge-steps", *map(str, asked["judge"]), "--keep", str(folder.runs)),
+            *("--json", str(plot.with_suffix(".json")), "--plot", str(plot)),
+            *("--markdown", str(plot.with_suffix(".md"))),
+        ]
+        return Task(rows, command, [plot])
+
     yield [build("vae", "flux"), build("other_data")]
     yield [build("clip", "hps"), build("other_network")]
-    plot = folder.out / "runs.svg"  # runs.json is there from the first run on
     yield [
         Task("measure", build("measure").command, [folder.figures]),
         bias(folder.bias),
-        Task("runs", runs, [plot]),
+        *map(compare, RUNS, asked["iterations"]),
     ]
     trained = folder.runs / run_name(RANKED, rate, 0) / WEIGHTS
     yield [bias(folder.trained_bias, "--weights", str(trained))]

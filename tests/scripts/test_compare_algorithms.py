@@ -100,15 +100,14 @@ def test_a_row_with_a_rate_of_its_own_says_so_and_is_not_tuned(
         ]
 
     monkeypatch.setattr(script, "run_all", done)
-    rates = tmp_path / "rates.json"
-    rates.write_text(json.dumps({"G2RPO Λ={1}": 2e-4, "G2RPO Λ={1,2,3}": 2e-4}))
+    rows, rates = tmp_path / "rows.yaml", tmp_path / "rates.json"
+    own = {"algorithm": "g2rpo", "learner.learning_rate": 3e-4}
+    rows.write_text(json.dumps({"quickstart": {"own": own, "other": {"algorithm": "g2rpo"}}}))
+    monkeypatch.setattr(script, "ROWS", rows)
+    rates.write_text(json.dumps({"other": 2e-4}))
     tuning = ["--learning-rates", "1e-4", "2e-4", "--tuning", str(rates)] if tuned else []
-    monkeypatch.setattr(sys, "argv", ["compare", "--rows-of", "validation", *tuning])
+    monkeypatch.setattr(sys, "argv", ["compare", *tuning])
     assert script.main() == 3
-    other = 2e-4 if tuned else 1e-4
     found = {job.row: job.learning_rate for job in asked}
-    assert found == {
-        "G2RPO Λ={1}": other, "G2RPO Λ={1,2,3}": other,
-        "HPS alone, fast": 3e-4, "CLIP alone, fast": 3e-4,
-    }  # fmt: skip
+    assert found == {"own": 3e-4, "other": 2e-4 if tuned else 1e-4}
     assert not [key for job in asked for key in job.overrides if "learning_rate" in key]

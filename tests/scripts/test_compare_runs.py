@@ -9,10 +9,15 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
 from comparing import runs
+from g2rpo_ray.config import load_config
+from g2rpo_ray.models.text import TextEncoder
+from g2rpo_ray.prompts.dataset import read_config_prompts
+from g2rpo_ray.rollout.answers import HeldoutDraw
 from tests.integration.command import ROOT, python_path
 from tests.scripts.loading import load_script
 from tests.tiny import equal_weights
@@ -63,6 +68,29 @@ def test_a_run_that_paused_ends_as_one_that_did_not(tmp_path: Path) -> None:
     ends = [load_file(file) for file in sorted(tmp_path.rglob(runs.WEIGHTS))]
     assert len(ends) == 2
     assert equal_weights(*ends)
+
+
+def test_prompts_that_share_a_pass_have_the_scores_of_each_alone() -> None:
+    config = load_config(
+        ROOT / "configs" / "quickstart.yaml",
+        ["evaluation.prompts=3", "evaluation.pictures_per_prompt=2", "rollout.batch_size=5"],
+    )
+    training = object.__new__(runs.Training)
+    training.config, training.worker = config, runs.local_worker(config)
+    training.device = training.worker.device
+    training.encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
+    texts = read_config_prompts(config, config.prompts.heldout)[:3]
+    training.heldout = [training.prompt(*each) for each in enumerate(texts)]
+    alone = [
+        training.worker.evaluate(prompt, HeldoutDraw(4, 2)).scores for prompt in training.heldout
+    ]
+    together = training.heldout_scores(4)
+    assert len(together) == 3
+    for one, other in zip(alone, together, strict=True):
+        assert one.keys() == other.keys()
+        for name, values in one.items():
+            assert torch.allclose(values, other[name], atol=2e-3), name
+    assert len({float(scores["hps"].sum()) for scores in together}) == 3
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def test_every_task_is_a_command_line_that_its_script_takes(
     folder = script.Folder(tmp_path)
     script.write_settings(folder, "full", cards)
     tasks = [task for wave in script.waves(folder, "full", cards) for task in wave]
-    assert len(tasks) == 8
+    assert len(tasks) == 9
     for program, *arguments in (task.command for task in tasks):
         options = script_options(program.removesuffix(".py"), [*arguments, "--limit-s", "60"])
         assert options.limit_s == 60

@@ -97,7 +97,7 @@ class Flux1(Family):
             else None,
             pooled_projections=conditioning["pooled"].expand(batch, -1),
             encoder_hidden_states=t5.expand(batch, -1, -1),
-            txt_ids=_text_ids(len(t5), device),
+            txt_ids=_text_ids(t5.shape[-2], device),
             img_ids=_image_ids(latents, device),
             return_dict=False,
         )[0]
