@@ -225,7 +225,8 @@ def test_with_a_login_nothing_is_answered_without_it(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gradio", reason="needs g2rpo-ray[demo]")
-    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
     page = build(studio)
     port = free_port()
     launch(page, "127.0.0.1", port, ("me", "secret"))
@@ -243,13 +244,16 @@ def test_with_a_login_nothing_is_answered_without_it(
 
 
 @pytest.fixture(scope="module")
-def address(full: Config) -> Iterator[str]:
-    """The real command's page."""
+def address(full: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The real command's page, where a proxy leads out, and Gradio's own folder is another's."""
     pytest.importorskip("gradio", reason="needs g2rpo-ray[demo]")
-    port = free_port()
+    port, temporary = free_port(), tmp_path_factory.mktemp("tmp")
+    (temporary / "gradio").touch()
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    plain = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     process = subprocess.Popen(
         [sys.executable, "-m", "g2rpo_ray.cli", "demo", full.run_dir, "--port", str(port)],
-        env={name: value for name, value in os.environ.items() if "proxy" not in name.lower()},
+        env=plain | {"HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere, "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         text=True,
     )
