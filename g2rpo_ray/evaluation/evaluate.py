@@ -72,7 +72,8 @@ def evaluate(
     with sole_writer(folder, EvaluationError, "--out"):
         pins, before = folder / PINS, set((folder / PINS).glob("*"))
         try:
-            rows = make_rows(parse_weights(config, checkpoints, pins), steps, hybrids)
+            weights = parse_weights(config, checkpoints, pins)
+            rows = make_rows(weights, steps, hybrids)
             wanted = len(rows) * len(prompts) * config.evaluation.pictures_per_prompt
             there = picture_files(folder, [row.name for row in rows])
             files = png_files(config, max(0, wanted - len(there)))
@@ -85,6 +86,8 @@ def evaluate(
                 # Else the folder would not be taken for a new one.
                 pins.rmdir()
             raise
+        for line in (known.told for known in weights if known.told):
+            print(line)
         if missing := _missing(records, rows, prompts):
             for row in missing:
                 if row.weights.checkpoint is not None and not row.weights.checkpoint.is_dir():
