@@ -186,6 +186,7 @@ def test_beyond_this_machine_only_with_a_login() -> None:
 def test_a_port_in_use_and_a_missing_gradio_are_told_before_anything_is_loaded(
     full: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", full.run_dir)  # else the command sets it
     for host, port in (("127.0.0.1", 70_000), ("192.0.2.77", 7860)):
         with pytest.raises(DemoError, match="cannot be listened on"):
             check_port(host, port)
