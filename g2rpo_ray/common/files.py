@@ -1,6 +1,7 @@
 """Files: written whole or not at all, read with a named error, and told apart by a checksum."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -67,13 +68,39 @@ def writing(path: Path, refused: type[InputError] | None = None, asked: str = ""
         raise refused(f"{named}: cannot be written: {error}") from error
 
 
-def make_writable(folder: Path, refused: type[InputError], asked: str) -> None:
-    """Make a folder, where there is none, before work of minutes that ends in it; errors as of
-    ``writing``."""
+@contextmanager
+def sole_writer(folder: Path, refused: type[InputError], asked: str) -> Iterator[None]:
+    """Around work of minutes that ends in ``folder``, which is made where there is none: inside,
+    it is this command's alone. Of two at once, one would delete what the other still needs.
+
+    Raises:
+        refused: another command writes there; else, before anything is done, as of ``writing``.
+    """
     with writing(folder, refused, asked):
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not try_lock(descriptor):
+            raise refused(
+                f"{asked} {folder}: another command writes there now; wait until it has ended, or "
+                "name another folder"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Take the lock of an open file or folder, kept until it is closed, if nobody else has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # This file system has no locks.
+    return True
 
 
 @contextmanager

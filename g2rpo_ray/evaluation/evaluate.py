@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from g2rpo_ray.common.device import describe_device
-from g2rpo_ray.common.files import check_room, replace_text
+from g2rpo_ray.common.files import check_room, replace_text, sole_writer
 from g2rpo_ray.common.prompt_text import category_of, metadata_of
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
@@ -69,33 +69,37 @@ def evaluate(
     stop = config.advantage.on_invalid == "stop"
     check_prompts(config.rewards, heldout, "prompts.heldout", stop)
     prompts = evenly(list(enumerate(heldout)), config.evaluation.prompts)
-    pins, before = folder / PINS, set((folder / PINS).glob("*"))
-    try:
-        rows = make_rows(parse_weights(config, checkpoints, pins), steps, hybrids)
-        wanted = len(rows) * len(prompts) * config.evaluation.pictures_per_prompt
-        there = picture_files(folder, [row.name for row in rows])
-        files = png_files(config, max(0, wanted - len(there)))
-        fewer = "fewer with evaluation.prompts or evaluation.pictures_per_prompt"
-        check_room(folder, files.size_bytes, f"{files.words} ({fewer})")
-        records = Records(folder, _request(config, rows, prompts))
-    except BaseException:
-        _unpin(set(pins.glob("*")) - before)
-        if not before and pins.is_dir():
-            # Else the folder would not be taken for a new one.
-            pins.rmdir()
-        raise
-    if missing := _missing(records, rows, prompts):
-        for row in missing:
-            if row.weights.checkpoint is not None and not row.weights.checkpoint.is_dir():
-                raise EvaluationError(
-                    f"{row.name}: its weights are not there any more (see "
-                    f"{row.weights.checkpoint}.json); give other ones another label, "
-                    "--checkpoint LABEL=..., or another folder, --out"
-                )
-        _draw(config, records, rows, prompts)
-    if not _missing(records, rows, prompts):
-        _unpin(path for path in pins.glob("*") if path.is_dir())
-    return _write(config, records, rows, prompts)
+    with sole_writer(folder, EvaluationError, "--out"):
+        pins, before = folder / PINS, set((folder / PINS).glob("*"))
+        try:
+            weights = parse_weights(config, checkpoints, pins)
+            rows = make_rows(weights, steps, hybrids)
+            wanted = len(rows) * len(prompts) * config.evaluation.pictures_per_prompt
+            there = picture_files(folder, [row.name for row in rows])
+            files = png_files(config, max(0, wanted - len(there)))
+            fewer = "fewer with evaluation.prompts or evaluation.pictures_per_prompt"
+            check_room(folder, files.size_bytes, f"{files.words} ({fewer})")
+            records = Records(folder, _request(config, rows, prompts))
+        except BaseException:
+            _unpin(set(pins.glob("*")) - before)
+            if not before and pins.is_dir():
+                # Else the folder would not be taken for a new one.
+                pins.rmdir()
+            raise
+        for line in (known.told for known in weights if known.told):
+            print(line)
+        if missing := _missing(records, rows, prompts):
+            for row in missing:
+                if row.weights.checkpoint is not None and not row.weights.checkpoint.is_dir():
+                    raise EvaluationError(
+                        f"{row.name}: its weights are not there any more (see "
+                        f"{row.weights.checkpoint}.json); give other ones another label, "
+                        "--checkpoint LABEL=..., or another folder, --out"
+                    )
+            _draw(config, records, rows, prompts)
+        if not _missing(records, rows, prompts):
+            _unpin(path for path in pins.glob("*") if path.is_dir())
+        return _write(config, records, rows, prompts)
 
 
 def _missing(

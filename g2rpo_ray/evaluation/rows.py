@@ -33,6 +33,8 @@ class Weights:
     """How they came about, in words."""
     checksum: str = ""
     """Of the checkpoint's weights, or the base model's fingerprint."""
+    told: str = ""
+    """Which checkpoint it is, and what is kept of it: for who asked, once nothing is refused."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,9 @@ def parse_weights(config: Config, named: Sequence[str], pins: Path) -> list[Weig
                 f"--checkpoint {text}: the label {label!r} is taken; write --checkpoint LABEL=PATH"
             )
         sources[label] = source
-    # Told when all are there: one that is not undoes the others.
     found = [_find(config, label, source, pins) for label, source in sources.items()]
-    for line in (told for _, told in found if told):
-        print(line)
     # The base model first: the workers hold it when they start.
-    return sorted((it for it, _ in found), key=lambda weights: weights.checkpoint is not None)
+    return sorted(found, key=lambda weights: weights.checkpoint is not None)
 
 
 def check_steps(steps: Sequence[int], hybrids: Sequence[float]) -> None:
@@ -134,10 +133,9 @@ def _label_of(source: str) -> str:
     return path.name
 
 
-def _find(config: Config, label: str, source: str, pins: Path) -> tuple[Weights, str]:
-    """Weights, and what is to be told of them."""
+def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
     if source == BASE:
-        return Weights(label, None, "none", base_fingerprint(config.model)), ""
+        return Weights(label, None, "none", base_fingerprint(config.model))
     pin, record = pins / label, pins / f"{label}.json"
     if record.is_file():
         known = read_json_object(record, EvaluationError)
@@ -145,7 +143,7 @@ def _find(config: Config, label: str, source: str, pins: Path) -> tuple[Weights,
             path = Path(known["checkpoint"])
             _keep(path, pin, known["checksum"])
             told = f"{label}: {path}, as when this evaluation began (another --out: as of now)"
-            return Weights(label, pin, known["training"], known["checksum"]), told
+            return Weights(label, pin, known["training"], known["checksum"], told)
         raise EvaluationError(
             f"--checkpoint {label}={source}: in {pins.parent} the label is of {known['source']}; "
             "write --checkpoint OTHER_LABEL=..., or name another folder with --out"
@@ -160,11 +158,12 @@ def _find(config: Config, label: str, source: str, pins: Path) -> tuple[Weights,
     if (path / "checkpoints").is_dir():
         run, name = config.model_copy(update={"run_dir": str(path)}), "last"
     folder, info = while_it_is_there(run, name, keep)
-    weights = Weights(label, pin, _training_of(folder, info), weights_checksum(pin))
+    told = f"{label}: {folder}, kept in {pin} until all is drawn"
+    weights = Weights(label, pin, _training_of(folder, info), weights_checksum(pin), told)
     known = {"source": source, "checkpoint": str(folder), "iteration": info.iteration,
              "checksum": weights.checksum, "training": weights.training}  # fmt: skip
     replace_text(record, json.dumps(known, indent=1, ensure_ascii=False))
-    return weights, f"{label}: {folder}, kept in {pin} until all is drawn"
+    return weights
 
 
 def _keep(weights: Path, pin: Path, checksum: str) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from g2rpo_ray.common.device import describe_device, role_device
-from g2rpo_ray.common.files import check_room, make_writable, replacing, writing
+from g2rpo_ray.common.files import check_room, replacing, sole_writer, writing
 from g2rpo_ray.common.formatting import format_seconds, format_size
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.prompt_text import is_blank
@@ -101,22 +101,22 @@ def sample(config: Config, options: SampleOptions, folder: Path) -> Iterator[Pat
     latents = ", with the latents at the switch," * is_hybrid
     what = f"{files.words}{latents} (fewer with --count)"
     check_room(folder, files.size_bytes + waiting_bytes, what)
-    make_writable(folder, SampleError, "--out")
-    gpus, setting = config.rollout.gpus_per_worker, "rollout.gpus_per_worker"
-    device = role_device(gpus, setting)
-    # Beside the paths, which scripts read.
-    where, size = describe_device(gpus, setting), size_words(config)
-    most = f"pictures: {pictures}, up to {format_size(png_files(config, pictures).size_bytes)}"
-    print(f"drawing {size} on: {where}; {most}", file=sys.stderr, flush=True)
-    source = load_source(config, options.checkpoint, options.average)
-    source.policy.to(device)
-    encoder = text_encoder(config, device)
-    length = config.prompts.max_sequence_length
-    if told := cut_words(encoder.cut(options.prompts), len(options.prompts), length):
-        print(told, file=sys.stderr, flush=True)
-    embeds = [encoder.encode(prompt).to(device) for prompt in options.prompts]
-    del encoder  # its memory, which may be half of the card's
-    yield from _draw(config, options, source, embeds, switch, folder)
+    with sole_writer(folder, SampleError, "--out"):
+        gpus, setting = config.rollout.gpus_per_worker, "rollout.gpus_per_worker"
+        device = role_device(gpus, setting)
+        # Beside the paths, which scripts read.
+        where, size = describe_device(gpus, setting), size_words(config)
+        most = f"pictures: {pictures}, up to {format_size(png_files(config, pictures).size_bytes)}"
+        print(f"drawing {size} on: {where}; {most}", file=sys.stderr, flush=True)
+        source = load_source(config, options.checkpoint, options.average)
+        source.policy.to(device)
+        encoder = text_encoder(config, device)
+        length = config.prompts.max_sequence_length
+        if told := cut_words(encoder.cut(options.prompts), len(options.prompts), length):
+            print(told, file=sys.stderr, flush=True)
+        embeds = [encoder.encode(prompt).to(device) for prompt in options.prompts]
+        del encoder  # its memory, which may be half of the card's
+        yield from _draw(config, options, source, embeds, switch, folder)
 
 
 def _draw(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from g2rpo_ray import __version__
 from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.common.files import check_room, flush, writing
+from g2rpo_ray.common.files import check_room, flush, sole_writer, writing
 from g2rpo_ray.common.formatting import format_score
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.secrets import publishable
@@ -155,18 +155,20 @@ def _form(config: Config, checkpoint: str, layout: Layout) -> Form:
 def _written_whole(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` to write to, which becomes it at the end, or is gone."""
     temporary = target.with_name(f".{target.name}.writing")
-    try:
-        with writing(target, ExportError):
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            yield temporary
-            for file in temporary.iterdir():
-                # safetensors lets the owner alone read what it writes; this is to be handed on.
-                shutil.copymode(temporary / "README.md", file)
-                flush(file)
-            temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with writing(target, ExportError):
+        temporary.mkdir(parents=True, exist_ok=True)
+        with sole_writer(temporary, ExportError, "--to"):
+            try:
+                for left_over in temporary.iterdir():
+                    left_over.unlink()
+                yield temporary
+                for file in temporary.iterdir():
+                    # safetensors lets the owner alone read what it writes; this is to be handed on.
+                    shutil.copymode(temporary / "README.md", file)
+                    flush(file)
+                temporary.rename(target)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _dtype(config: Config, rounding: Rounding) -> torch.dtype:

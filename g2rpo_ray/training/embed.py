@@ -18,7 +18,14 @@ from g2rpo_ray.cluster.demand import Demand, living_nodes, shortage
 from g2rpo_ray.cluster.placement import placed
 from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.errors import InputError, RunError
-from g2rpo_ray.common.files import check_room, replace_text, replacing, sha256_of_file, writing
+from g2rpo_ray.common.files import (
+    check_room,
+    replace_text,
+    replacing,
+    sha256_of_file,
+    sole_writer,
+    writing,
+)
 from g2rpo_ray.common.formatting import format_seconds, format_size
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.prompt_text import metadata_of
@@ -97,32 +104,33 @@ def embed(
     print(f"encoding on: {device}", flush=True)
     encoder = encoder_fingerprint(config.model)
     shards = [kept[first : first + size] for first in range(0, len(kept), size)]
-    finished = _open(folder, _plan(config, encoder, kept, size))
-    missing = [n for n in range(len(shards)) if n not in finished]
-    _check_disk(config, folder, {n: len(shards[n]) for n in missing})
-    if missing:
-        _encode(config, folder, {n: shards[n] for n in missing}, finished, options)
-    files = [finished[number] for number in range(len(shards))]
-    cut = [size for file in files for size in file.get("cut", ())]
-    if told := cut_words(cut, len(kept), config.prompts.max_sequence_length):
-        print(told, flush=True)
-    manifest = Manifest(
-        encoder=encoder,
-        dtype=config.model.dtype,
-        max_sequence_length=config.prompts.max_sequence_length,
-        prompts=len(kept),
-        source=source,
-        left_out=selected.left_out,
-        files=[ShardFile(f["file"], f["prompts"], f["bytes"], f["sha256"]) for f in files],
-        prompts_sha256=_write_prompts(folder, shards, files),
-        pipeline=open_family(resolve_path(config.model.path)).pipeline,
-        negative_prompt=negative_prompt(config),
-        negative_checksum=files[0].get("negative_checksum") if files else None,
-    )
-    write_manifest(folder, manifest)
-    for name in (UNFINISHED, FINISHED):
-        (folder / name).unlink(missing_ok=True)
-    return manifest
+    with sole_writer(folder, EmbedError, "--out"):
+        finished = _open(folder, _plan(config, encoder, kept, size))
+        missing = [n for n in range(len(shards)) if n not in finished]
+        _check_disk(config, folder, {n: len(shards[n]) for n in missing})
+        if missing:
+            _encode(config, folder, {n: shards[n] for n in missing}, finished, options)
+        files = [finished[number] for number in range(len(shards))]
+        cut = [size for file in files for size in file.get("cut", ())]
+        if told := cut_words(cut, len(kept), config.prompts.max_sequence_length):
+            print(told, flush=True)
+        manifest = Manifest(
+            encoder=encoder,
+            dtype=config.model.dtype,
+            max_sequence_length=config.prompts.max_sequence_length,
+            prompts=len(kept),
+            source=source,
+            left_out=selected.left_out,
+            files=[ShardFile(f["file"], f["prompts"], f["bytes"], f["sha256"]) for f in files],
+            prompts_sha256=_write_prompts(folder, shards, files),
+            pipeline=open_family(resolve_path(config.model.path)).pipeline,
+            negative_prompt=negative_prompt(config),
+            negative_checksum=files[0].get("negative_checksum") if files else None,
+        )
+        write_manifest(folder, manifest)
+        for name in (UNFINISHED, FINISHED):
+            (folder / name).unlink(missing_ok=True)
+        return manifest
 
 
 def _encode(
@@ -219,8 +227,6 @@ def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Finished shards of a folder by number."""
     path = folder / UNFINISHED
     try:
-        with writing(folder, EmbedError):
-            folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             if (folder / MANIFEST).exists():
                 raise EmbedError(

@@ -186,6 +186,7 @@ def test_beyond_this_machine_only_with_a_login() -> None:
 def test_a_port_in_use_and_a_missing_gradio_are_told_before_anything_is_loaded(
     full: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("GRADIO_TEMP_DIR", full.run_dir)  # else the command sets it
     for host, port in (("127.0.0.1", 70_000), ("192.0.2.77", 7860)):
         with pytest.raises(DemoError, match="cannot be listened on"):
             check_port(host, port)
@@ -225,7 +226,8 @@ def test_with_a_login_nothing_is_answered_without_it(
     studio: Studio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gradio", reason="needs g2rpo-ray[demo]")
-    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
     page = build(studio)
     port = free_port()
     launch(page, "127.0.0.1", port, ("me", "secret"))
@@ -243,13 +245,16 @@ def test_with_a_login_nothing_is_answered_without_it(
 
 
 @pytest.fixture(scope="module")
-def address(full: Config) -> Iterator[str]:
-    """The real command's page."""
+def address(full: Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The real command's page, where a proxy leads out, and Gradio's own folder is another's."""
     pytest.importorskip("gradio", reason="needs g2rpo-ray[demo]")
-    port = free_port()
+    port, temporary = free_port(), tmp_path_factory.mktemp("tmp")
+    (temporary / "gradio").touch()
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    plain = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     process = subprocess.Popen(
         [sys.executable, "-m", "g2rpo_ray.cli", "demo", full.run_dir, "--port", str(port)],
-        env={name: value for name, value in os.environ.items() if "proxy" not in name.lower()},
+        env=plain | {"HTTP_PROXY": nowhere, "HTTPS_PROXY": nowhere, "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         text=True,
     )

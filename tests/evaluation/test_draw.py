@@ -297,6 +297,19 @@ def test_no_weights_are_said_to_be_kept_where_something_is_refused(
     assert not list((tmp_path / "out").glob("weights/*"))
 
 
+@pytest.mark.usefixtures("trained")
+def test_nor_where_the_folder_is_refused(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_config(config, Path(config.run_dir) / "config.yaml")
+    (tmp_path / "request.json").write_text('{"rows": {}}')
+    assert main(["evaluate", config.run_dir, "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "holds another evaluation" in told.err
+    assert not (tmp_path / "weights").exists()
+
+
 def test_a_run_without_a_checkpoint_is_said(config: Config, tmp_path: Path) -> None:
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
     with pytest.raises(RunFolderError, match="no checkpoint there yet"):

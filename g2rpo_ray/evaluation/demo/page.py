@@ -5,8 +5,10 @@ import ipaddress
 import os
 import socket
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from PIL import Image
@@ -52,6 +54,13 @@ def serve(config: Config, host: str, port: int) -> None:
         DemoError: Gradio is missing, a login is, or address or port cannot be used.
         InputError: as of ``Studio``.
     """
+    # Gradio's own folder is one for all users of the machine: the first one's. Read when imported.
+    with TemporaryDirectory(prefix="g2rpo-demo-") as drawn:
+        os.environ.setdefault("GRADIO_TEMP_DIR", drawn)
+        _serve(config, host, port)
+
+
+def _serve(config: Config, host: str, port: int) -> None:
     try:
         import gradio  # noqa: F401
     except ImportError as error:
@@ -82,6 +91,9 @@ def launch(page: Any, host: str, port: int, login: tuple[str, str] | None) -> No
 
     # Gradio's own theme fetches its fonts from another host.
     theme = gr.themes.Default(font=("system-ui", "sans-serif"), font_mono=("monospace",))
+    # Gradio asks its own server whether it is there; a proxy would look for it on its own machine.
+    direct = (urllib.request.getproxies().get("no"), host, "localhost")
+    os.environ["no_proxy"] = ",".join(filter(None, direct))
     try:
         page.launch(
             server_name=host, server_port=port, auth=login, share=False, quiet=True, theme=theme,

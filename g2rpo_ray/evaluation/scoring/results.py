@@ -14,17 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from g2rpo_ray.common.files import (
-    make_writable,
-    read_json_object,
-    replace_text,
-    replacing,
-    whole_lines,
-    writing,
-)
+from g2rpo_ray.common.files import read_json_object, replace_text, replacing, whole_lines, writing
 from g2rpo_ray.evaluation.scoring.pictures import Picture, ScoreError
 from g2rpo_ray.evaluation.statistics import Floats
-from g2rpo_ray.run.paths import check_outside_states
 
 REQUEST = "request.json"
 OWN_COLUMNS = ("picture", "prompt", "category", "problem")
@@ -56,14 +48,11 @@ class Results:
                 takes further rewards, and no other change.
 
         Raises:
-            ScoreError: the folder holds something else, lies among checkpoints, or cannot be
-                written.
+            ScoreError: the folder holds something else, or cannot be written.
             DiskError: the disk is full or read-only.
         """
         self.folder, self._log = folder, folder / "scores.jsonl"
         self.rows: dict[str, Scored] = {}
-        check_outside_states(folder, ScoreError, "--out")
-        make_writable(folder, ScoreError, "--out")
         with writing(folder, ScoreError, "--out"):
             self._open(json.loads(json.dumps(request)))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from g2rpo_ray.common.errors import RunError
-from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.files import replace_text, sole_writer
 from g2rpo_ray.common.formatting import format_seconds
 from g2rpo_ray.common.prompt_text import category_of, is_blank, metadata_of
 from g2rpo_ray.common.stop import StopSignal
@@ -30,6 +30,7 @@ from g2rpo_ray.evaluation.scoring.pictures import (
 from g2rpo_ray.evaluation.scoring.report import Threshold, report
 from g2rpo_ray.evaluation.scoring.results import OWN_COLUMNS, Results, Scored
 from g2rpo_ray.prompts.reading import read_prompts
+from g2rpo_ray.run.paths import check_outside_states
 
 CHUNK, LARGEST_CHUNK, CHUNK_PX = 64, 512, 2**25
 """Pictures that are held at once: so many, then up to the end of a prompt's, but for the largest
@@ -74,32 +75,34 @@ def score(
         )
     key = config.prompts.key
     texts = None if prompts is None else read_prompts(prompts, None, key)
-    results = Results(folder, _request(config, found, texts))
-    servers = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:10]
-    with (
-        StopSignal("scores so far stay; the same command goes on from there") as stop,
-        judge_of(config, f"score-{servers}" if on_ray else None) as judge,
-    ):
-        scoring = Scoring(judge, rewards, results, tell, stop.check, len(found.images))
-        if found.packed:
-            scoring.run(packed_pictures(found, str(key), tell))
-        else:
-            scoring.run(folder_pictures(found, texts, tell))
-    names = list(scoring.names)
-    if not names:
-        raise ScoreError(f"{pictures}: 0 pictures in it")
-    results.write_parquet(rewards, names)
-    text = report(results, rewards, names, thresholds, told)
-    replace_text(folder / "report.md", text)
-    with_scores = {name for row in results.rows.values() for name in row.scores}
-    silent = {name: c for name, c in scoring.causes.items() if name not in with_scores}
-    if failed := silent | scoring.given_up:
-        causes = "; ".join(f"{name}: {cause}" for name, cause in failed.items())
-        raise RunError(
-            f"failed on every picture of {FAILED_CHUNKS} chunks in a row, or of all; the same "
-            f"command tries again: {causes}. What there is lies in {folder}"
-        )
-    return text
+    check_outside_states(folder, ScoreError, "--out")
+    with sole_writer(folder, ScoreError, "--out"):
+        results = Results(folder, _request(config, found, texts))
+        servers = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:10]
+        with (
+            StopSignal("scores so far stay; the same command goes on from there") as stop,
+            judge_of(config, f"score-{servers}" if on_ray else None) as judge,
+        ):
+            scoring = Scoring(judge, rewards, results, tell, stop.check, len(found.images))
+            if found.packed:
+                scoring.run(packed_pictures(found, str(key), tell))
+            else:
+                scoring.run(folder_pictures(found, texts, tell))
+        names = list(scoring.names)
+        if not names:
+            raise ScoreError(f"{pictures}: 0 pictures in it")
+        results.write_parquet(rewards, names)
+        text = report(results, rewards, names, thresholds, told)
+        replace_text(folder / "report.md", text)
+        with_scores = {name for row in results.rows.values() for name in row.scores}
+        silent = {name: c for name, c in scoring.causes.items() if name not in with_scores}
+        if failed := silent | scoring.given_up:
+            causes = "; ".join(f"{name}: {cause}" for name, cause in failed.items())
+            raise RunError(
+                f"failed on every picture of {FAILED_CHUNKS} chunks in a row, or of all; the same "
+                f"command tries again: {causes}. What there is lies in {folder}"
+            )
+        return text
 
 
 def _check_names(rewards: Sequence[str], thresholds: Sequence[Threshold]) -> None:

@@ -4,7 +4,6 @@ A node that is cut off from Ray may still reach the storage: its rank 0 goes on 
 delete or replace what the ranks in its place read. Whoever starts ranks takes the next generation.
 """
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from g2rpo_ray.common.errors import RunError
-from g2rpo_ray.common.files import writing
+from g2rpo_ray.common.files import try_lock, writing
 
 GENERATION_FILE = ".generation"
 WAIT_S, POLL_S = 30.0, 0.1
@@ -80,21 +79,12 @@ class Fence:
         descriptor = os.open(self.run_dir / GENERATION_FILE, flags, 0o644)
         try:
             end_s = time.monotonic() + WAIT_S
-            while not _lock(descriptor) and time.monotonic() < end_s:
+            # Where a file system has no locks, the number alone still tells who is newer.
+            while not try_lock(descriptor) and time.monotonic() < end_s:
                 time.sleep(POLL_S)
             yield descriptor
         finally:
             os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # This file system has no locks; the number alone still tells who is newer.
-    return True
 
 
 def _read(descriptor: int) -> int:
