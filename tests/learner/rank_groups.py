@@ -23,6 +23,9 @@ from tests.tiny import tiny_config
 ROUNDING = 1e-5
 """Relative error (Frobenius norm over all weights) that a float32 sum in another order makes."""
 
+FEW_ADAPTERS = ("model.lora.rank=4", "model.lora.target_modules=[attn.to_q,ff.net.2]")
+"""In both kinds of blocks: ZeRO 3 takes time for each module, and all targets are 34."""
+
 State = dict[str, Tensor]
 
 

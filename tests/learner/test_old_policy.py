@@ -10,7 +10,7 @@ from torch import Tensor
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.models.weights import receipt, word_sums
 from g2rpo_ray.sampling.group import RolloutGroup
-from tests.learner.rank_groups import ROUNDING, Ranks, part, relative_error
+from tests.learner.rank_groups import FEW_ADAPTERS, ROUNDING, Ranks, part, relative_error
 from tests.tiny import draw_groups, encode, equal_weights, tiny_config
 
 NFT = [
@@ -19,7 +19,7 @@ NFT = [
     "diffusion_nft.decay_rate=0.25",
     "learner.update=per_iteration",
 ]
-LORA = ["model.lora.rank=4", "learner.learning_rate=1e-3"]
+LORA = [*FEW_ADAPTERS, "learner.learning_rate=1e-3"]
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])

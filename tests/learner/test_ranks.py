@@ -14,12 +14,12 @@ from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.models.weights import WeightMismatchError
 from g2rpo_ray.sampling.group import RolloutGroup
-from tests.learner.rank_groups import ROUNDING, Ranks, State, part, relative_error
+from tests.learner.rank_groups import FEW_ADAPTERS, ROUNDING, Ranks, State, part, relative_error
 from tests.tiny import draw_groups, encode, equal_weights, tiny_config
 
 MODES = {
     "full": ["learner.update=per_iteration"],
-    "lora": ["learner.update=per_sde_step", "model.lora.rank=4", "learner.learning_rate=1e-3"],
+    "lora": ["learner.update=per_sde_step", *FEW_ADAPTERS, "learner.learning_rate=1e-3"],
 }
 
 
