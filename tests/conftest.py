@@ -26,7 +26,6 @@ TOGETHER = (
         "plan/test_plan.py",
         "plan/test_memory.py",
         "plan/test_networks.py",
-        "training/test_cards.py",
         "test_docs_commands.py",
         "scripts/test_bench_families.py",
     ),
