@@ -24,6 +24,8 @@ def main() -> int:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    ends = "what ends the disturbed life of the driver before its last one"
+    parser.add_argument("--end", choices=["SIGTERM", "SIGKILL"], default="SIGTERM", help=ends)
     parser.add_argument("--folder", type=Path, help="keep runs and logs here")
     late = "begin no fault so long after the first iteration, but for the first two; "
     late += "of a week, stop each run after so long"
@@ -40,7 +42,8 @@ def main() -> int:
     if options.week is not None:
         result = week.run(folder, options.week, options.runs, options.limit_s)
     else:
-        result = faults.run(options.faults, options.seed, folder, options.limit_s)
+        end = signal.Signals[options.end]
+        result = faults.run(options.faults, options.seed, folder, options.limit_s, end)
     print(json.dumps(result, indent=1))
     measuring.write_json(options.json, result)
     if result["good"] and options.folder is None:

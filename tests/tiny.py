@@ -56,6 +56,19 @@ def copy_flux(target: Path) -> Path:
     return Path(shutil.copytree(resolve_path("tiny_world:flux"), target))
 
 
+def shallow_flux(target: Path) -> Path:
+    """A copy of the tiny FLUX with one block of each kind instead of two."""
+    if not target.exists():
+        file = copy_flux(target) / "transformer" / "diffusion_pytorch_model.safetensors"
+        second = ("transformer_blocks.1.", "single_transformer_blocks.1.")
+        kept = {k: tensor for k, tensor in load_file(file).items() if not k.startswith(second)}
+        save_file(kept, file, {"format": "pt"})
+        config = file.with_name("config.json")
+        values = json.loads(config.read_text()) | {"num_layers": 1, "num_single_layers": 1}
+        config.write_text(json.dumps(values))
+    return target
+
+
 def reshard(folder: Path, stem: str) -> None:
     """Put the tensors of a folder's one file into two, with an index."""
     whole = folder / f"{stem}.safetensors"

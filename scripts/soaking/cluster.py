@@ -129,10 +129,10 @@ def wait_for(find: Callable[[], T], limit_s: float, what: str) -> T:
     return found
 
 
-def stop(driver: Driver) -> dict[str, float]:
-    """SIGTERM, as a scheduler sends it; says how long the end took."""
+def stop(driver: Driver, end: signal.Signals = signal.SIGTERM) -> dict[str, float]:
+    """SIGTERM, as a scheduler sends it, or another signal; says how long the end took."""
     started_s = time.monotonic()
-    driver.process.send_signal(signal.SIGTERM)
+    driver.process.send_signal(end)
     code = driver.process.wait(RECOVERY_LIMIT_S)
     return {"exit_code": code, "seconds": round(time.monotonic() - started_s, 1)}
 

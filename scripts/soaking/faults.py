@@ -145,7 +145,9 @@ def groups_of(run_dir: Path, iterations: int, expected: int) -> dict[str, int]:
     return {"groups_lost": (wanted - trained).total(), "groups_doubled": (trained - wanted).total()}
 
 
-def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
+def run(
+    count: int, seed: int, folder: Path, limit_s: float, end: signal.Signals = signal.SIGTERM
+) -> dict[str, Any]:
     started_s, leaks = time.monotonic(), dict[str, list[str]]()
     with clean_nodes(leaks) as nodes, ExitStack() as ending:
         address, soak = nodes.cluster.address, Soak(nodes, seed)
@@ -155,9 +157,9 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
         ending.callback(driver.kill)
         soak.disturb(kinds, limit_s, driver)
         disturbed_s = time.monotonic() - started_s
-        stopped = stop(driver)
+        stopped = stop(driver, end)
         iterations = driver.iterations() + 1
-        print(f"SIGTERM: {stopped}; now to the end, {iterations} iterations")
+        print(f"{end.name}: {stopped}; now to the end, {iterations} iterations")
         driver.start(f"iterations={iterations}")
         driver.wait(RECOVERY_LIMIT_S)
         disturbed = json.loads((driver.run_dir / "summary.json").read_text())
@@ -175,7 +177,7 @@ def run(count: int, seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
         "evaluations_equal": disturbed["evaluations"] == reference["evaluations"],
         "iterations": iterations,
         **groups_of(driver.run_dir, iterations, expected=2),  # two prompts, one SDE step
-        "sigterm": stopped,
+        end.name.lower(): stopped,
         "driver_lives": driver.lives,
         "leaks": leaks,
         "leaked": sum(len(found) for found in leaks.values()),

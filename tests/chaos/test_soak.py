@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_train import check_whole
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1800.0
 """Four minutes on two free cores."""
@@ -36,17 +38,34 @@ def soak(folder: Path, *options: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 90)
-def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "faults", "last"),
+    [
+        # The second raylet, then the driver; SIGTERM has tests/integration/test_signals.py.
+        (["--faults", "1", "--seed", "9", "--end", "SIGKILL"], ["raylet_kill"], ("sigkill", -9)),
+        pytest.param(
+            ["--faults", "2"],
+            ["driver_kill", "raylet_kill"],
+            ("sigterm", 85),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_run_that_is_disturbed_ends_with_the_weights_of_one_that_is_not(
+    tmp_path: Path, options: list[str], faults: list[str], last: tuple[str, int]
+) -> None:
     # The faults that no smaller test has; those of single roles are in tests/rollout/test_pool.py,
     # tests/learner/test_rebuild.py and tests/rewards/test_elasticity.py.
-    result = soak(tmp_path, "--faults", "2")
-    assert result["faults_by_kind"] == {"driver_kill": 1, "raylet_kill": 1}
+    result = soak(tmp_path, *options)
+    assert result["faults_by_kind"] == dict.fromkeys(faults, 1)
     assert result["driver_deaths"] == 0, result["driver_deaths_after"]
     assert result["checksum_equal"]
     assert (result["groups_lost"], result["groups_doubled"]) == (0, 0)
     assert result["evaluations_equal"], "a network evaluation was counted twice, or not at all"
-    assert result["sigterm"]["exit_code"] == 85
+    assert result[last[0]]["exit_code"] == last[1]
     assert not any(result["leaks"].values()), result["leaks"]
+    check_whole(tmp_path / "runs" / "quiet", result["iterations"])
 
 
 @pytest.mark.long

@@ -7,8 +7,7 @@ import pytest
 import ray
 
 from g2rpo_ray.cluster.connect import free_address
-from tests.learner.rank_groups import Rank, Ranks
-from tests.tiny import tiny_config
+from tests.learner.rank_groups import Rank, Ranks, small_config
 
 
 @pytest.fixture(scope="package")
@@ -22,7 +21,7 @@ def ranks(ray_cluster: None, run_dir: Path) -> Iterator[dict[int, Ranks]]:  # no
     """A group of one rank and a group of two, for all files here: their processes take seconds."""
     groups = {}
     for count in (1, 2):
-        config = tiny_config(run_dir, f"learner.ranks={count}")
+        config = small_config(run_dir, f"learner.ranks={count}")
         actors = [ray.remote(Rank).options(num_cpus=0.5).remote(config, r) for r in range(count)]
         meeting = ray.get(actors[0].__ray_call__.remote(free_address))
         groups[count] = Ranks(run_dir, actors, meeting)

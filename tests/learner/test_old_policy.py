@@ -10,8 +10,15 @@ from torch import Tensor
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
 from g2rpo_ray.models.weights import receipt, word_sums
 from g2rpo_ray.sampling.group import RolloutGroup
-from tests.learner.rank_groups import ROUNDING, Ranks, part, relative_error
-from tests.tiny import draw_groups, encode, equal_weights, tiny_config
+from tests.learner.rank_groups import (
+    FEW_ADAPTERS,
+    ROUNDING,
+    Ranks,
+    part,
+    relative_error,
+    small_config,
+)
+from tests.tiny import draw_groups, encode, equal_weights
 
 NFT = [
     "algorithm=diffusion_nft",
@@ -19,7 +26,7 @@ NFT = [
     "diffusion_nft.decay_rate=0.25",
     "learner.update=per_iteration",
 ]
-LORA = ["model.lora.rank=4", "learner.learning_rate=1e-3"]
+LORA = [*FEW_ADAPTERS, "learner.learning_rate=1e-3"]
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
@@ -29,7 +36,7 @@ def settings(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture(scope="module")
 def groups(settings: list[str], run_dir: Path) -> list[RolloutGroup]:
-    config = tiny_config(run_dir, *settings)
+    config = small_config(run_dir, *settings)
     return draw_groups(config, encode(config))
 
 
@@ -97,7 +104,7 @@ def test_an_old_policy_in_bfloat16_is_rounded_from_its_own_float32(
     ranks: dict[int, Ranks], run_dir: Path
 ) -> None:
     overrides = [*NFT, "model.dtype=bfloat16", "learner.learning_rate=1e-5"]
-    config = tiny_config(run_dir, *overrides)
+    config = small_config(run_dir, *overrides)
     groups = draw_groups(config, encode(config)[:2])
     for group in ranks.values():
         group.start(*overrides)
@@ -120,7 +127,7 @@ def test_updates_on_parts_of_the_members_depend_on_no_ranks(
         "mix_grpo.window=2",
         "learner.updates_per_iteration=2",
     ]
-    config = tiny_config(run_dir, *overrides)
+    config = small_config(run_dir, *overrides)
     groups = draw_groups(config, encode(config)[:3])
     states, norms = [], []
     for group in ranks.values():

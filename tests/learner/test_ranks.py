@@ -14,12 +14,20 @@ from g2rpo_ray.learner.engine import LearnerError
 from g2rpo_ray.learner.update import UpdateReport
 from g2rpo_ray.models.weights import WeightMismatchError
 from g2rpo_ray.sampling.group import RolloutGroup
-from tests.learner.rank_groups import ROUNDING, Ranks, State, part, relative_error
-from tests.tiny import draw_groups, encode, equal_weights, tiny_config
+from tests.learner.rank_groups import (
+    FEW_ADAPTERS,
+    ROUNDING,
+    Ranks,
+    State,
+    part,
+    relative_error,
+    small_config,
+)
+from tests.tiny import draw_groups, encode, equal_weights
 
 MODES = {
     "full": ["learner.update=per_iteration"],
-    "lora": ["learner.update=per_sde_step", "model.lora.rank=4", "learner.learning_rate=1e-3"],
+    "lora": ["learner.update=per_sde_step", *FEW_ADAPTERS, "learner.learning_rate=1e-3"],
 }
 
 
@@ -31,7 +39,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def groups(mode: str, run_dir: Path) -> list[RolloutGroup]:
     """Four prompts' groups of two SDE steps."""
-    config = tiny_config(run_dir, *MODES[mode])
+    config = small_config(run_dir, *MODES[mode])
     return draw_groups(config, encode(config))
 
 
@@ -232,7 +240,7 @@ def test_bfloat16_continues_from_its_float32_weights(
     ranks: dict[int, Ranks], run_dir: Path, tmp_path: Path
 ) -> None:
     overrides = ["model.dtype=bfloat16", "learner.learning_rate=1e-5"]
-    config = tiny_config(run_dir, *overrides)
+    config = small_config(run_dir, *overrides)
     groups = draw_groups(config, encode(config)[:2])
     checkpoint = tmp_path / "run" / "checkpoints" / "iteration_000001"
     ranks[1].start(*overrides)
@@ -252,7 +260,7 @@ def test_groups_of_other_batch_sizes_do_not_part_the_ranks(
     ranks: dict[int, Ranks], run_dir: Path
 ) -> None:
     overrides = ["algorithm=mix_grpo", "mix_grpo.window=2", "learner.zero_stage=3"]
-    config = tiny_config(run_dir, *overrides)
+    config = small_config(run_dir, *overrides)
     first, second = draw_groups(config, encode(config)[:2])
     # One worker had to halve its batch: these two would be one pass and two, each with collectives.
     groups = [replace(first, batch_size=4), replace(second, batch_size=2)]

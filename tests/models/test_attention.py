@@ -204,6 +204,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_compiled_code_of_another_kernel_is_not_taken_from_the_cache(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KEPT],

@@ -93,6 +93,7 @@ def test_where_compiled_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert os.environ[CACHE_VARIABLE] == str(tmp_path / "named")
 
 
+@pytest.mark.slow
 def test_every_batch_size_that_auto_tries_compiles_for_two_policies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

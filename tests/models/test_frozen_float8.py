@@ -71,6 +71,7 @@ def unlike_widened(device: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_cards_kernel_widens_to_the_same_bits() -> None:
     pytest.importorskip("triton", reason="PyTorch for CPUs alone comes without Triton")
     code = "from tests.models.test_frozen_float8 import unlike_widened as f; print(f('cpu'))"

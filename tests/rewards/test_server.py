@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from g2rpo_ray.common.prompt_text import PromptText
 from g2rpo_ray.rewards import client as client_module
+from g2rpo_ray.rewards import server as server_module
 from g2rpo_ray.rewards.client import FIRST_PAUSE_S, InvalidRewardError, RewardClient, SentRequests
 from g2rpo_ray.rewards.scorer import ScorerError
 from g2rpo_ray.rewards.section import RewardSection
-from g2rpo_ray.rewards.server import START_TRIES, reward_servers, wait_for_servers
+from g2rpo_ray.rewards.server import reward_servers, wait_for_servers
 from tests.integration.command import wait_until
 
 PICTURES = torch.arange(4, dtype=torch.uint8)[:, None, None, None].expand(4, 8, 8, 3) * 60
@@ -26,12 +28,16 @@ BRIGHTNESS = torch.tensor([0.0, 60.0, 120.0, 180.0]) / 255
 """What the scorer gives when nothing is wrong."""
 RETRIES = 1
 BESIDE = {"beside": "single", "cpus_per_replica": 1.0, "batch_size": 2}
+CHOOSY: dict[str, Any] = {
+    "kind": "python",
+    "options": {"target": "tests.rewards.fakes:ChoosyScorer"},
+}
 
 
 @dataclass(frozen=True)
 class Servers:
     """Two deployments of the obedient scorer, and the lines that they write; one that compares,
-    and one beside the first."""
+    and two beside the first."""
 
     client: RewardClient
     logs: dict[str, Path]
@@ -78,6 +84,7 @@ def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
             merge_requests=4,
         ),
         "beside": RewardSection(**obedient(logs["beside"], 1).model_dump() | BESIDE),
+        "choosy": RewardSection.model_validate(CHOOSY | BESIDE),
     }
     with reward_servers("test", rewards, start_timeout_s=360, private_cluster=False) as handles:
         yield Servers(RewardClient(handles, rewards, stop_on_invalid=True), logs)
@@ -376,26 +383,32 @@ def test_a_scorer_that_does_not_start_is_named_with_the_cause(servers: Servers) 
     assert f"python scorer '{target}' is no subclass" in str(caught.value)
 
 
-@pytest.mark.parametrize("deaths", [1, START_TRIES])
+TRIES = 2
+"""Fewer than there are: each takes seconds."""
+
+
+@pytest.mark.parametrize("deaths", [1, TRIES])
 def test_a_replica_that_is_lost_while_it_starts_is_started_anew(
     servers: Servers,  # noqa: ARG001
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     deaths: int,
 ) -> None:
     """As where Ray places it on a node whose death it has not noticed."""
+    monkeypatch.setattr(server_module, "START_TRIES", TRIES)
     log = tmp_path / "starts"
     options = {
         "target": "tests.rewards.fakes:DyingScorer",
         "options": {"log": str(log), "deaths": deaths},
     }
     rewards = {"mine": RewardSection(kind="python", options=options, cpus_per_replica=0.1)}
-    lost = pytest.raises(ScorerError, match="'mine' was lost 3 times while it started")
-    with lost if deaths == START_TRIES else nullcontext():  # noqa: SIM117
+    lost = pytest.raises(ScorerError, match="'mine' was lost 2 times while it started")
+    with lost if deaths == TRIES else nullcontext():  # noqa: SIM117
         with reward_servers(f"dying{deaths}", rewards, 360, private_cluster=False) as handles:
             client = RewardClient(handles, rewards, stop_on_invalid=True)
             scores = client.submit(7, "good", PICTURES, ["mine"]).result()["mine"]
             assert torch.allclose(scores, BRIGHTNESS)
-    assert len(log.read_text().splitlines()) == min(deaths + 1, START_TRIES)
+    assert len(log.read_text().splitlines()) == TRIES
 
 
 def test_others_can_start_while_a_scorer_that_has_its_room_still_loads(
@@ -424,12 +437,10 @@ def test_taking_a_run_down_leaves_the_applications_of_others(servers: Servers) -
     assert torch.allclose(servers.score("good at the end"), BRIGHTNESS)
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_scorers_compute_the_same_bits_where_a_run_is_to() -> None:
-    target = {"target": "tests.rewards.fakes:ChoosyScorer"}
-    rewards = {"choosy": RewardSection(kind="python", options=target, cpus_per_replica=0.1)}
-    for deterministic in (True, False):
-        with reward_servers("bits", rewards, 360, False, deterministic=deterministic) as handles:
-            client = RewardClient(handles, rewards, stop_on_invalid=True)
-            scores = client.submit(0, "a cat", PICTURES, ["choosy"]).result()["choosy"]
-            assert scores.tolist() == 4 * [float(deterministic)]
+def test_scorers_compute_the_same_bits_where_a_run_is_to(servers: Servers) -> None:
+    assert servers.score("a cat", "choosy").tolist() == [0.0] * 4
+    rewards = {"choosy": RewardSection.model_validate(CHOOSY | {"cpus_per_replica": 0.1})}
+    with reward_servers("bits", rewards, 360, False, deterministic=True) as handles:
+        client = RewardClient(handles, rewards, stop_on_invalid=True)
+        scores = client.submit(0, "a cat", PICTURES, ["choosy"]).result()["choosy"]
+        assert scores.tolist() == [1.0] * 4

@@ -33,11 +33,13 @@ def hire(_avoided: Sequence[str]) -> Any:
 
 @dataclass
 class Shared:
-    """A pool of two for many tests, since workers take seconds to start; each sees what is new."""
+    """A pool for many tests, since workers take seconds to start; each sees what is new."""
 
     pool: RolloutPool
     folder: Path
     told: list[str]
+    asked: list[list[str]]
+    """Nodes to avoid, for each worker that was hired."""
     lost_before: int = 0
     repeats_before: int = 0
 
@@ -45,6 +47,7 @@ class Shared:
         """Whole again after the test before; counts and words start anew."""
         self.pool.wait_until_ready()
         self.told.clear()
+        self.asked.clear()
         self.lost_before, self.repeats_before = self.pool.replacements, self.pool.repeats
         return self
 
@@ -58,16 +61,33 @@ class Shared:
 
 
 def shared(folder: Path, *overrides: str) -> Iterator[Shared]:
-    told: list[str] = []
+    told, asked = list[str](), list[list[str]]()
+
+    def hire_and_note(avoided: Sequence[str]) -> Any:
+        asked.append(list(avoided))
+        return hire(avoided)
+
     config = tiny_config(folder / "run", "rollout.workers=2", *overrides)
-    pool = RolloutPool(config, folder, told.append, hire=hire)  # type: ignore[arg-type]
-    yield Shared(pool, folder, told)
+    pool = RolloutPool(config, folder, told.append, hire=hire_and_note)  # type: ignore[arg-type]
+    yield Shared(pool, folder, told, asked)
     pool.close()
 
 
 @pytest.fixture(scope="module")
 def patient_pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:  # noqa: ARG001
-    yield from shared(tmp_path_factory.mktemp("patient"))
+    yield from shared(tmp_path_factory.mktemp("patient"), "rollout.attempts=2")
+
+
+@pytest.fixture(scope="module")
+def lone_pool(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:  # noqa: ARG001
+    yield from shared(tmp_path_factory.mktemp("lone"), "rollout.workers=1")
+
+
+@pytest.fixture(scope="module")
+def growing(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:  # noqa: ARG001
+    """A pool of one to three."""
+    settings = ("rollout.workers=1", "rollout.max_workers=3", "rollout.idle_timeout_s=1")
+    yield from shared(tmp_path_factory.mktemp("growing"), *settings)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +103,11 @@ def patient(patient_pool: Shared) -> Shared:
 @pytest.fixture
 def strict(strict_pool: Shared) -> Shared:
     return strict_pool.ready()
+
+
+@pytest.fixture
+def lone(lone_pool: Shared) -> Shared:
+    return lone_pool.ready()
 
 
 @pytest.fixture
@@ -155,7 +180,7 @@ def test_a_worker_that_fails_is_replaced_and_its_group_drawn_elsewhere(
     assert said in " ".join(two.told)
 
 
-def test_a_prompt_is_handed_out_with_its_embeddings(pools: Pools, tmp_path: Path) -> None:
+def test_a_prompt_is_handed_out_with_its_embeddings(lone: Shared, tmp_path: Path) -> None:
     @ray.remote(num_cpus=0)
     def encode(when: Path) -> str:
         while not when.exists():
@@ -166,13 +191,12 @@ def test_a_prompt_is_handed_out_with_its_embeddings(pools: Pools, tmp_path: Path
         if done == 1:
             (tmp_path / "now").touch()
 
-    pool = pools("rollout.workers=1")
-    pool.wait_until_ready()
+    waited_s = lone.pool.encoder_wait_s
     # A worker that had the first would have to wait for it, and never draw the second.
     prompts = [encode.remote(tmp_path / "now"), ray.put("well")]
-    pool.generate(prompts, 3, encode_when_the_other_is_drawn)
-    assert pool.replacements == 0
-    assert pool.encoder_wait_s > 0
+    lone.pool.generate(prompts, 3, encode_when_the_other_is_drawn)
+    assert lone.replacements == 0
+    assert lone.pool.encoder_wait_s > waited_s
 
 
 def test_an_encoder_that_fails_costs_no_worker(patient: Shared) -> None:
@@ -217,13 +241,10 @@ def test_a_newcomer_gets_weights_while_the_learner_is_busy(pools: Pools, told: l
     assert "proved weights 5" in " ".join(told)
 
 
-def test_a_group_that_fails_everywhere_stops_the_run_with_the_log(
-    pools: Pools, told: list[str]
-) -> None:
-    pool = pools("rollout.workers=2", "rollout.attempts=2")
+def test_a_group_that_fails_everywhere_stops_the_run_with_the_log(patient: Shared) -> None:
     with pytest.raises(RolloutError, match=r"failed on 2 workers \(rollout.attempts\)"):
-        generate(pool, "always die", "well")
-    assert "node's memory now" in told[-1]
+        generate(patient.pool, "always die", "well")
+    assert "node's memory now" in patient.told[-1]
 
 
 def test_broken_latents_of_two_workers_are_the_weights_fault(patient: Shared) -> None:
@@ -269,14 +290,13 @@ def send(receivers: Sequence[Peer], version: int = 5) -> WeightReceipt:
     return WeightReceipt(version, 1, 1, "")
 
 
-def test_a_replacement_has_the_current_weights_before_its_first_work(
-    pools: Pools, tmp_path: Path
-) -> None:
-    pool = pools("rollout.workers=1")
-    pool.wait_until_ready()
-    pool.sync(send)
-    assert generate(pool, "die", "well") == expected(2)
-    assert [line.split()[2] for line in (tmp_path / "done").read_text().splitlines()] == ["5", "5"]
+def test_a_replacement_has_the_current_weights_before_its_first_work(lone: Shared) -> None:
+    lone.pool.sync(send)
+    done = lone.folder / "done"
+    done.unlink(missing_ok=True)
+    assert generate(lone.pool, "die", "well") == expected(2)
+    assert lone.replacements == 1
+    assert [line.split()[2] for line in done.read_text().splitlines()] == ["5", "5"]
 
 
 def test_a_worker_with_a_wrong_checksum_is_replaced(patient: Shared) -> None:
@@ -320,48 +340,40 @@ def test_too_few_workers_for_too_long_stop_the_run(
         generate(pool, "die", "well")
 
 
-def test_a_node_where_workers_keep_failing_is_avoided_unless_it_is_the_last(pools: Pools) -> None:
-    asked: list[list[str]] = []
-
-    def hire(avoided: Sequence[str]) -> Any:
-        asked.append(list(avoided))
-        return actor_class(StubWorker).options(num_cpus=0.25).remote()
-
-    pool = pools("rollout.workers=1", hire=hire)
-    pool.wait_until_ready()
+def test_a_node_where_workers_keep_failing_is_avoided_unless_it_is_the_last(lone: Shared) -> None:
     (here,) = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    pool._crew._node_failures["bad"] = NODE_FAILURES
-    generate(pool, "die", "well")
-    assert asked == [[], ["bad"]]
-    pool._crew._node_failures[here] = NODE_FAILURES
-    assert pool._crew._avoided() == []
+    failures = lone.pool._crew._node_failures
+    failures["bad"] = NODE_FAILURES
+    # Each group dies once: this one is not the other test's.
+    assert generate(lone.pool, "die", "well", "well") == expected(3)
+    assert lone.asked == [["bad"]]
+    failures[here] = NODE_FAILURES
+    assert lone.pool._crew._avoided() == []
+    failures.clear()
 
 
-def test_new_workers_join_up_to_the_maximum_and_get_work(pools: Pools, tmp_path: Path) -> None:
-    pool = pools("rollout.workers=1", "rollout.max_workers=3")
-    pool.wait_until_ready()
-    deadline_s = time.monotonic() + 480
-    while len(pool.workers) < 3:
-        generate(pool, "slow")
-        assert time.monotonic() < deadline_s
-    (tmp_path / "done").unlink()
-    generate(pool, *["slow"] * 6)
-    assert len({line.split()[0] for line in (tmp_path / "done").read_text().splitlines()}) == 3
-    assert pool.replacements == 0
-
-
-def test_workers_without_work_end_also_while_the_driver_is_busy_elsewhere(
-    pools: Pools, told: list[str]
-) -> None:
-    pool = pools("rollout.workers=1", "rollout.max_workers=3", "rollout.idle_timeout_s=1")
-    pool.wait_until_ready()
-    deadline_s = time.monotonic() + 480
+def grown(shared: Shared) -> RolloutPool:
+    """Once it has as many workers as it may."""
+    pool, deadline_s = shared.ready().pool, time.monotonic() + 480
     while len(pool.workers) < 3:
         generate(pool, *["slow"] * 8)
         assert time.monotonic() < deadline_s
+    return pool
+
+
+def test_new_workers_join_up_to_the_maximum_and_get_work(growing: Shared) -> None:
+    pool, done = grown(growing), growing.folder / "done"
+    done.unlink()
+    generate(pool, *["slow"] * 6)
+    assert len({line.split()[0] for line in done.read_text().splitlines()}) == 3
+    assert pool.replacements == 0
+
+
+def test_workers_without_work_end_also_while_the_driver_is_busy_elsewhere(growing: Shared) -> None:
+    pool = grown(growing)
     with pool.resting():
         wait_until(lambda: len(pool.workers) == 1, "two workers to end", 120)
-    assert "no work for it in 1 s" in " ".join(told)
+    assert "no work for it in 1 s" in " ".join(growing.told)
     # One prompt is work for one worker.
     assert generate(pool, "slow") == expected(1)
     assert len(pool._crew.members) == 1

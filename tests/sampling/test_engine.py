@@ -335,6 +335,7 @@ def test_new_weights_reach_the_float8_twin(tmp_path: Path) -> None:
 
 # In CI Inductor compiles blocks and a decoder by themselves (test_frozen_float8, test_sharing and
 # test_qwen_image of the models); here it takes two minutes of a core.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "inductor"),
     [

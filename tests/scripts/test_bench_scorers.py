@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_scorers.py"
 
 
+@pytest.mark.slow
 def test_drawn_signs_are_read(tmp_path: Path) -> None:
     pytest.importorskip("rapidocr", reason="needs g2rpo-ray[ocr], which [dev] has")
     assert _measured(tmp_path, "ocr", "--side", "256")["mean_score"] > 0.9

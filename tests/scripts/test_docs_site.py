@@ -50,6 +50,7 @@ def test_every_command_shows_its_help() -> None:
         assert f"usage: g2rpo {name}" in page
 
 
+@pytest.mark.slow
 def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
     done = build(ROOT / "mkdocs.yml", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -81,6 +81,7 @@ def test_a_folder_is_read_as_a_published_one(
     assert files == {path.name for path in index.parent.glob("*.safetensors")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TINY.keys() - {"flux1_schnell", "flux2_klein_distilled"}))
 def test_a_folder_of_every_family_is_read(small: ModuleType, tmp_path: Path, name: str) -> None:
     """Networks of the tiny folders' sizes beside tokenizers of true size."""

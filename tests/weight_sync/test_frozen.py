@@ -66,12 +66,20 @@ class Role:
 User: Any = ray.remote(num_cpus=0)(Role)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Iterator[Config]:
-    """Of a run that shares, whose keeper is there."""
-    settings = tiny_config(tmp_path / "run", *SHARED)
+@pytest.fixture(scope="module")
+def config(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Config]:  # noqa: ARG001
+    """Of a run that shares, whose keeper is there; a job has one, so those of other runs are before
+    this one in the file."""
+    settings = tiny_config(tmp_path_factory.mktemp("shared") / "run", *SHARED)
     with frozen_keeper(settings):
         yield settings
+
+
+@pytest.fixture(scope="module")
+def first(config: Config) -> ActorHandle:
+    """A user for several tests: each takes seconds to start."""
+    (user,) = users(config, 1)
+    return user
 
 
 def users(config: Config, count: int, of_holder: str = "") -> list[ActorHandle]:
@@ -100,40 +108,6 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < until_s, what
         time.sleep(0.1)
-
-
-def test_a_user_that_dies_leaves_the_others_and_a_holder_that_dies_takes_all(
-    config: Config,
-) -> None:
-    first, second, third = users(config, 3)
-    sums = ray.get(first.sums.remote())
-    assert ray.get(second.sums.remote()) == sums
-    holder = holder_pid()
-    sizes = ray.get([user.__ray_call__.remote(mapped_kib) for user in (first, second, third)])
-    assert [copied for _, copied in sizes] == [0, 0, 0]
-    assert min(mapped for mapped, _ in sizes) > 1000
-
-    os.kill(ray.get(third.pid.remote()), signal.SIGKILL)
-    wait_for(lambda: ended(third), "a killed user still answers")
-    (fourth,) = users(config, 1)
-    assert holder_pid() == holder
-    assert ray.get([user.sums.remote() for user in (first, second, fourth)]) == [sums] * 3
-
-    os.kill(holder, signal.SIGKILL)
-    for user in (first, second, fourth):
-        wait_for(partial(ended, user), "a user lives on without its holder")
-    (fifth,) = users(config, 1, " (holder 2: the one before ended, and its roles with it)")
-    assert holder_pid() != holder
-    assert ray.get(fifth.sums.remote()) == sums
-
-
-def test_where_memory_cannot_be_mapped_a_role_loads_its_own_and_says_so(config: Config) -> None:
-    user = User.remote()
-    told = ray.get(user.start.remote(config, refused=True), timeout=WAIT_S)
-    assert told == "own copy of the frozen weights, cannot map others' (operation not permitted)"
-    (mapping,) = users(config, 1)
-    assert ray.get(user.sums.remote()) == ray.get(mapping.sums.remote())
-    assert ray.get(user.__ray_call__.remote(mapped_kib)) == (0, 0)
 
 
 def test_what_the_holder_cannot_load_is_said_as_without_it(tmp_path: Path) -> None:
@@ -183,3 +157,38 @@ def test_ranks_map_them_under_deepspeed_and_are_rebuilt_with_their_holder(
     own = trained(tiny_config(tmp_path / "run", *settings, "model.share_frozen=false"), groups)
     with frozen_keeper(config):
         assert trained(config, groups, killed=True) == own
+
+
+def test_where_memory_cannot_be_mapped_a_role_loads_its_own_and_says_so(
+    config: Config, first: ActorHandle
+) -> None:
+    user = User.remote()
+    told = ray.get(user.start.remote(config, refused=True), timeout=WAIT_S)
+    assert told == "own copy of the frozen weights, cannot map others' (operation not permitted)"
+    assert ray.get(user.sums.remote()) == ray.get(first.sums.remote())
+    assert ray.get(user.__ray_call__.remote(mapped_kib)) == (0, 0)
+
+
+def test_a_user_that_dies_leaves_the_others_and_a_holder_that_dies_takes_all(
+    config: Config, first: ActorHandle
+) -> None:
+    (second,) = users(config, 1)
+    sums = ray.get(first.sums.remote())
+    assert ray.get(second.sums.remote()) == sums
+    holder = holder_pid()
+    sizes = ray.get([user.__ray_call__.remote(mapped_kib) for user in (first, second)])
+    assert [copied for _, copied in sizes] == [0, 0]
+    assert min(mapped for mapped, _ in sizes) > 1000
+
+    os.kill(ray.get(second.pid.remote()), signal.SIGKILL)
+    wait_for(lambda: ended(second), "a killed user still answers")
+    (third,) = users(config, 1)
+    assert holder_pid() == holder
+    assert ray.get([user.sums.remote() for user in (first, third)]) == [sums] * 2
+
+    os.kill(holder, signal.SIGKILL)
+    for user in (first, third):
+        wait_for(partial(ended, user), "a user lives on without its holder")
+    (fourth,) = users(config, 1, " (holder 2: the one before ended, and its roles with it)")
+    assert holder_pid() != holder
+    assert ray.get(fourth.sums.remote()) == sums

@@ -105,6 +105,15 @@ def workers(ray_cluster: None, run_dir: Path) -> Iterator[list[ActorHandle]]:  #
         ray.kill(worker)
 
 
+@pytest.fixture(scope="module")
+def adapted(ray_cluster: None, run_dir: Path) -> Iterator[tuple[Config, ActorHandle]]:  # noqa: ARG001
+    """A worker that has adapters, and its settings."""
+    config = tiny_config(run_dir, "model.lora.rank=4", "learner.ranks=1")
+    worker = start_worker(config)
+    yield config, worker
+    ray.kill(worker)
+
+
 def test_two_zero3_ranks_reach_two_workers_again_and_again(
     ranks: Ranks, workers: list[ActorHandle]
 ) -> None:
@@ -163,24 +172,22 @@ def test_a_worker_that_dies_is_named_and_the_others_go_on(
 
 
 def test_a_worker_with_other_tensors_is_refused_before_anything_is_sent(
-    ranks: Ranks, workers: list[ActorHandle], run_dir: Path
+    ranks: Ranks, workers: list[ActorHandle], adapted: tuple[Config, ActorHandle]
 ) -> None:
-    adapters = start_worker(tiny_config(run_dir, "model.lora.rank=4"))
     before = ray.get(workers[0].holds.remote())
     with pytest.raises(
         WeightSyncError, match="rollout worker 1 has other tensors than learner rank 0"
     ) as caught:
-        ranks.sync(NcclSync(BUCKET_MIB, timeout_s=300), [workers[0], adapters], 1)
+        ranks.sync(NcclSync(BUCKET_MIB, timeout_s=300), [workers[0], adapted[1]], 1)
     assert ".lora_" in str(caught.value)
     assert ray.get(workers[0].holds.remote()) == before
-    ray.kill(adapters)
 
 
-def test_adapters_of_one_sender(ray_cluster: None, run_dir: Path) -> None:  # noqa: ARG001
-    config = tiny_config(run_dir, "model.lora.rank=4", "learner.ranks=1")
-    ranks, worker = Ranks(config), start_worker(config)
+def test_adapters_of_one_sender(adapted: tuple[Config, ActorHandle]) -> None:
+    config, worker = adapted
+    ranks = Ranks(config)
     ranks.sync(NcclSync(BUCKET_MIB, timeout_s=300), [worker], 1)
-    for actor in (*ranks.actors, worker):
+    for actor in ranks.actors:
         ray.kill(actor)
 
 

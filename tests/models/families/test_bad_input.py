@@ -148,6 +148,7 @@ def test_an_adapter_of_another_family(
     assert "another model" in found or "does not fit" in found
 
 
+@pytest.mark.slow
 def test_a_guided_batch_beyond_memory_is_seen_by_the_plan() -> None:
     missing = []
     for guidance in (4.5, 1):

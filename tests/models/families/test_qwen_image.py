@@ -70,6 +70,7 @@ def test_channels_of_another_vae(tmp_path: Path) -> None:
         check_model(family_config("qwen_image", f"model.path={folder}"))
 
 
+@pytest.mark.slow
 def test_published_size() -> None:
     config = family_config("qwen_image", "model.path=models/Qwen-Image")
     size = policy_size(config)

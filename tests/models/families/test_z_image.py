@@ -56,6 +56,7 @@ def test_the_ratio_is_exactly_one_where_texts_differ_in_length(name: str, algori
     assert max(record.health.max_abs_log_ratio for record in report.records) == 0.0
 
 
+@pytest.mark.slow
 def test_blocks_compile_for_all_lengths_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     # The compiler's first half alone: it is what counts and refuses new shapes.
     compile_plainly = partial(torch.nn.Module.compile)
