@@ -84,12 +84,16 @@ def test_an_empty_prompt_is_refused(
 def test_what_is_held_does_not_grow_with_the_number_of_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_steps: int | None
 ) -> None:
+    def tensors() -> dict[int, Tensor]:
+        return {id(it): it for it in gc.get_objects() if type(it) is torch.Tensor}
+
     held: list[int] = []
+    others = tensors()  # of tests before this one, in the same process
 
     class Watched(sample_module.PictureDecoder):
         def decode(self, latents: Tensor) -> Tensor:
-            everything = [it for it in gc.get_objects() if type(it) is torch.Tensor]
-            alike = [it for it in everything if it.shape[-2:] == latents.shape[-2:]]
+            own = [it for number, it in tensors().items() if number not in others]
+            alike = [it for it in own if it.shape[-2:] == latents.shape[-2:]]
             held.append(sum(it.nbytes for it in alike) // latents[0].nbytes)
             return super().decode(latents)
 
