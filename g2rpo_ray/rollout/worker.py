@@ -256,13 +256,7 @@ class RolloutWorker:
 
     def _walk(self, prompt: Prompt, draw: HeldoutDraw, latents: Tensor | None) -> Tensor:
         if latents is None:
-            # Without the run's seed: all runs and iterations are judged from the same noise.
-            shape = self.policy.shape.packed
-            noises = [
-                noise.normal(shape, "heldout", prompt.prompt_id, number)
-                for number in range(draw.pictures)
-            ]
-            latents = torch.stack(noises)
+            latents = heldout_noise(self.policy.shape.packed, prompt.prompt_id, draw.pictures)
         sampler = self.engine.sampler(draw.steps)
         start = latents.to(self.device)
         return sampler.arrive(start, prompt.embeds.to(self.device), draw.first, draw.last)
@@ -316,3 +310,9 @@ class RolloutWorker:
             own_s=phase.own_s,
             waited_s=phase.waited_s,
         )
+
+
+def heldout_noise(shape: tuple[int, ...], prompt_id: int, pictures: int) -> Tensor:
+    """Float32 ``[J, *shape]`` that a held-out prompt's pictures start from: without the run's seed,
+    so that all runs and iterations are judged from the same."""
+    return torch.stack([noise.normal(shape, "heldout", prompt_id, n) for n in range(pictures)])

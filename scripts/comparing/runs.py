@@ -19,7 +19,6 @@ from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoints.parts import StateReader, write_parts
 from g2rpo_ray.learner.engine import LearnerEngine
 from g2rpo_ray.learner.update import update_on_groups
-from g2rpo_ray.maths import noise
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.text import TextEncoder
@@ -27,7 +26,7 @@ from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorer import RewardScorer
-from g2rpo_ray.rollout.worker import RolloutWorker
+from g2rpo_ray.rollout.worker import RolloutWorker, heldout_noise
 
 BASE = "base model"
 """The row of the untrained model: judged, and never trained."""
@@ -264,16 +263,12 @@ class Training:
         together, found = max(1, engine.batch_size // count), []
         for first in range(0, len(self.heldout), together):
             prompts = self.heldout[first : first + together]
-            noises = [
-                noise.normal(shape, "heldout", prompt.prompt_id, number)
-                for prompt in prompts
-                for number in range(count)
-            ]
+            noises = [heldout_noise(shape, prompt.prompt_id, count) for prompt in prompts]
             rows = {
-                name: torch.stack([prompt.embeds[name] for prompt in prompts for _ in range(count)])
+                name: torch.stack([p.embeds[name] for p in prompts]).repeat_interleave(count, dim=0)
                 for name in prompts[0].embeds.tensors
             }
-            start, embeds = torch.stack(noises).to(self.device), Conditioning(rows).to(self.device)
+            start, embeds = torch.cat(noises).to(self.device), Conditioning(rows).to(self.device)
             x0 = sampler.arrive(start, embeds)
             broken = ~x0.isfinite().flatten(1).all(dim=1).cpu()
             drawn = zip(
