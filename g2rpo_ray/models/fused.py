@@ -16,6 +16,8 @@ from diffusers.models.activations import GELU
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
+from g2rpo_ray.models.adapted import products
+
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine of every pair of numbers of a head: float32 ``[all tokens, head_dim / 2]``."""
 
@@ -77,16 +79,17 @@ def attended(
     Returns:
         ``[B, tokens, C]`` of each stream.
     """
+    projected = [products([getattr(attn, n) for n in names[:3]], x) for x, names in streams]
+    queries, keys, values = zip(*projected, strict=True)
     q, k = (
         norm_and_rotate(
-            [getattr(attn, names[part])(x).contiguous() for x, names in streams],
-            [getattr(attn, names[part + 3]).weight for _, names in streams],
+            [part.contiguous() for part in parts],
+            [getattr(attn, names[norm]).weight for _, names in streams],
             *(rotary or (None, None)),
             eps=attn.norm_q.eps,
         )
-        for part in (0, 1)
+        for parts, norm in ((queries, 3), (keys, 4))
     )
-    values = [getattr(attn, names[2])(x) for x, names in streams]
     v = values[0] if len(values) == 1 else torch.cat(values, dim=1)
     v = v.unflatten(-1, q.shape[2:])
     joint = dispatch_attention_fn(q, k, v, **dispatch).flatten(2, 3)

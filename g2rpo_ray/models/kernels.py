@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.models.adapted import sum_in_products
 from g2rpo_ray.models.policy import Policy
 
 CODES = 32
@@ -68,11 +69,12 @@ def compile_blocks(policy: Policy, cache: str | None, *, trained: bool = True) -
 
     Args:
         cache: folder of compiled code, see ``keep_compiled``.
-        trained: a network that is not gets the family's own kernels on a card, which have no
-            backward pass.
+        trained: a network that is not gets kernels and products on a card that have no backward
+            pass.
     """
     if not trained and policy.transformer.device.type == "cuda":
         policy.family.fuse(policy.transformer)
+        sum_in_products(policy.transformer)
     keep_compiled(cache)
     torch._dynamo.config.recompile_limit = CODES
     for _, block in policy.blocks():

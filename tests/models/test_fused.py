@@ -68,6 +68,7 @@ def test_gelu_is_the_same_function_when_compiled(monkeypatch: pytest.MonkeyPatch
 
 NETWORKS = """
 import json, torch
+from g2rpo_ray.models.adapted import sum_in_products
 from g2rpo_ray.models.policy import load_policy
 from tests.models.families.folders import family_config
 from tests.tiny import encode
@@ -86,6 +87,7 @@ def error(name, *targets):
         sigma = torch.tensor([1.0, 0.5, 0.1])
         expected = policy(x, sigma, prompt.embeds)
         policy.family.fuse(policy.transformer)
+        sum_in_products(policy.transformer)
         as_before = torch.equal(policy(x, sigma, prompt.embeds), expected)
         for _, block in policy.blocks():
             block.compile(backend="aot_eager", fullgraph=True)
