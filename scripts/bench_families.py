@@ -88,6 +88,8 @@ class FamilyBench(Bench):
             "evaluations": found["evaluations"], "evaluations/s": found["evaluations"] / seconds,
             "matrix TFLOP/s": matrix,
             "evaluations: share of it": work / found["denoise_s"] / matrix,
+            "matrix for 4 s in a row, TFLOP/s": learner["matrix_in_a_row"],
+            "evaluations: share of that": work / found["denoise_s"] / learner["matrix_in_a_row"],
             "generate: share of it": work / seconds / matrix,
             "iteration: share of it": (work + learned) / found["iteration_s"] / matrix,
             "learner pass: share of it": learner["share_of_matrix_rate"],

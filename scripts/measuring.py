@@ -153,6 +153,17 @@ def matrix_s(side: int, dtype: torch.dtype, device: torch.device, repeats: int =
     return median_s(lambda: a @ b, repeats)
 
 
+def matrix_s_in_a_row(side: int, dtype: torch.dtype, device: torch.device, for_s: float) -> float:
+    """``matrix_s`` of one that ``for_s`` of them without a pause went before: a card lowers its
+    clock under load."""
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in "ab")
+    out, many, began_s = a @ b, 20, now_s()
+    while True:
+        seconds, _ = timed(lambda: [torch.mm(a, b, out=out) for _ in range(many)])
+        if now_s() - began_s > for_s:
+            return seconds / many
+
+
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:
     """Rows of the same keys as a Markdown table, numbers with four digits."""
     print("| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))

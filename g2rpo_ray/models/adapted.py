@@ -25,13 +25,18 @@ def sum_in_products(transformer: nn.Module) -> None:
 
     for module in transformer.modules():
         if isinstance(module, Adapted) and type(module.base_layer) is nn.Linear:
-            module.forward = MethodType(_forward, module)
+            module.forward, module.is_summed = MethodType(_forward, module), True
 
 
 def products(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     """What ``layers`` make of the same ``x``, ``[..., out]`` each."""
-    if not all(_is_summed(layer) for layer in layers):
+    summed = all(getattr(layer, "is_summed", False) for layer in layers)
+    if not summed or not torch.compiler.is_compiling():
         return [layer(x) for layer in layers]
+    return _products(layers, x)
+
+
+def _products(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     return adapted_products(
         x,
         [layer.base_layer.weight for layer in layers],
@@ -42,17 +47,12 @@ def products(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     )
 
 
-def _is_summed(layer: Any) -> bool:
-    ours = getattr(getattr(layer, "forward", None), "__func__", None) is _forward
-    return ours and torch.compiler.is_compiling()
-
-
 def _forward(self: Any, x: Tensor) -> Tensor:
     """In the place of peft's, of one layer."""
     if not torch.compiler.is_compiling():
         answer: Tensor = type(self).forward(self, x)
         return answer
-    return products([self], x)[0]
+    return _products([self], x)[0]
 
 
 @torch.library.custom_op("g2rpo_ray::adapted_products", mutates_args=())

@@ -59,7 +59,9 @@ class RecordedPass:
             # Whatever a network does that a stream under capture may not.
             except RuntimeError as error:
                 self._works, self._graph = False, None
-                reason = " ".join(str(error).split())[:200]
+                # Behind it where ending the capture failed in turn.
+                cause = error.__context__ or error
+                reason = f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300]
                 self._warn(f"passes over one latent are not recorded, and slower ({reason})")
                 return self._policy(x, sigma, embeds)
         for kept, tensor in zip(self._inputs, given, strict=True):

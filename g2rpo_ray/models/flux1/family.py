@@ -53,6 +53,7 @@ class Flux1(Family):
     }
     in_sd_scripts = True
     cut_by = "tokenizer_2"
+    recordable = True
     has_kernels = True
     published: ClassVar = read_published(__file__)
 
