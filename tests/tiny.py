@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -11,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from g2rpo_ray.common.paths import resolve_path
-from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.config import Config, ModelSection, load_config
+from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.families import negative_prompt
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import Prompt
@@ -85,9 +87,29 @@ def reshard(folder: Path, stem: str) -> None:
 
 def encode(config: Config, captions: list[str] = CAPTIONS) -> list[Prompt]:
     """Prompts with their embeddings; ids are places in the list."""
-    length, negative = config.prompts.max_sequence_length, negative_prompt(config)
-    encoder = TextEncoder(config.model, length, negative=negative)
-    return [Prompt(number, text, encoder.encode(text)) for number, text in enumerate(captions)]
+    files = resolve_path(config.model.path).rglob("*.*")
+    unread = {"lora", "trained_modules", "frozen_dtype", "share_frozen", "gradient_checkpointing"}
+    embeds = _embeddings(
+        config.model.model_dump_json(exclude=unread),
+        config.prompts.max_sequence_length,
+        negative_prompt(config),
+        tuple(captions),
+        max(file.stat().st_mtime_ns for file in files),
+    )
+    return [Prompt(number, *both) for number, both in enumerate(zip(captions, embeds, strict=True))]
+
+
+@lru_cache
+def _embeddings(
+    model: str,
+    length: int,
+    negative: str | None,
+    captions: tuple[str, ...],
+    changed_ns: int,  # noqa: ARG001  a folder that was changed meanwhile is read again
+) -> list[Conditioning]:
+    """Loading text encoders is a quarter of what a test of a tiny network takes."""
+    encoder = TextEncoder(ModelSection.model_validate_json(model), length, negative=negative)
+    return [encoder.encode(text) for text in captions]
 
 
 @dataclass(frozen=True)

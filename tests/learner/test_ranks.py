@@ -64,7 +64,8 @@ def start_and_update(
     return ranks.state(), reports
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+# Stage 2, which most tests here are of, is in make test-long.
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_an_update_whose_groups_are_all_dropped_moves_no_weight(
     ranks: dict[int, Ranks], mode: str, groups: list[RolloutGroup], stage: int
 ) -> None:
@@ -272,18 +273,21 @@ def test_groups_of_other_batch_sizes_do_not_part_the_ranks(
     assert norms[0][0] == pytest.approx(norms[1][0], rel=ROUNDING)
 
 
+# Two ranks have every stage and both dtypes in CI, and the rest in make test-long.
 @pytest.mark.parametrize(
-    "overrides",
+    ("count", "value", "overrides"),
     [
-        [],
-        ["learner.zero_stage=1"],
-        ["learner.zero_stage=3"],
-        ["model.dtype=bfloat16"],
-        ["model.dtype=bfloat16", "learner.zero_stage=1"],
-        ["model.dtype=bfloat16", "learner.zero_stage=3"],
+        pytest.param(
+            count,
+            value,
+            [f"model.dtype={dtype}", f"learner.zero_stage={stage}"],
+            marks=pytest.mark.long if count == 2 and (dtype == "bfloat16") != (stage == 2) else (),
+        )
+        for count, value in ((1, float("inf")), (2, float("nan")))
+        for dtype in ("float32", "bfloat16")
+        for stage in (1, 2, 3)
     ],
 )
-@pytest.mark.parametrize(("count", "value"), [(1, float("inf")), (2, float("nan"))])
 def test_a_gradient_that_is_no_number_stops_the_run(
     ranks: dict[int, Ranks], count: int, value: float, overrides: list[str]
 ) -> None:

@@ -1,5 +1,7 @@
 """The rollout's own kernels against diffusers' blocks: by Triton's interpreter, and on a card."""
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
@@ -45,17 +47,6 @@ def differences(
     return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
 
 
-def test_attention_is_that_of_diffusers() -> None:
-    # 3 heads do not fill its tile of 4.
-    code = (
-        "import json; from tests.models.test_fused import differences; print(json.dumps("
-        "[differences(d, heads, 16, 7, 5, 'cpu') for heads in (3, 4) for d in (False, True)]))"
-    )
-    found = interpreted(code)
-    assert [len(results) for results in found] == [1, 2, 1, 2]
-    assert max(max(results) for results in found) < 1e-6
-
-
 def test_gelu_is_the_same_function_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.linspace(-12, 12, 4001)
     expected = torch.nn.functional.gelu(x, approximate="tanh")
@@ -66,12 +57,16 @@ def test_gelu_is_the_same_function_when_compiled(monkeypatch: pytest.MonkeyPatch
     assert rounded.dtype == torch.bfloat16
 
 
-NETWORKS = """
+INTERPRETED = """
 import json, torch
 from g2rpo_ray.models.adapted import sum_in_products
 from g2rpo_ray.models.policy import load_policy
 from tests.models.families.folders import family_config
+from tests.models.test_fused import differences
 from tests.tiny import encode
+
+# 3 heads do not fill the kernel's tile of 4.
+attention = [differences(d, heads, 16, 7, 5, "cpu") for heads in (3, 4) for d in (False, True)]
 
 def error(name, *targets):
     lora = {"rank": 2, "alpha": 3.0, "target_modules": targets or None}
@@ -95,16 +90,28 @@ def error(name, *targets):
     return as_before, float((ours - expected).abs().max() / expected.abs().max())
 
 whole = [error(name) for name in ("flux1_dev", "sd3", "qwen_image")]
-print(json.dumps([*whole, error("qwen_image", "attn.to_q", "attn.to_k", "attn.add_k_proj")]))
+few = error("qwen_image", "attn.to_q", "attn.to_k", "attn.add_k_proj")
+print(json.dumps({"attention": attention, "networks": [*whole, few]}))
 """
 
 
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """Of one process: to import what it needs takes longer than what it does."""
+    return interpreted(INTERPRETED)
+
+
 @pytest.mark.slow
-def test_compiled_networks_are_those_of_diffusers() -> None:
-    found = interpreted(NETWORKS)
-    print(found)
-    assert len(found) == 4
-    for as_before, error in found:
+def test_attention_is_that_of_diffusers(found: Any) -> None:
+    assert [len(results) for results in found["attention"]] == [1, 2, 1, 2]
+    assert max(max(results) for results in found["attention"]) < 1e-6
+
+
+@pytest.mark.slow
+def test_compiled_networks_are_those_of_diffusers(found: Any) -> None:
+    print(found["networks"])
+    assert len(found["networks"]) == 4
+    for as_before, error in found["networks"]:
         # Outside compiled code nothing changes.
         assert as_before
         assert 0 < error < 1e-5
