@@ -37,6 +37,8 @@ _CAPTION = re.compile(
 _OF_GROUP = (len(COLOURS), len(SHAPES), len(SIZES), len(PATTERNS))
 CHOICES = (len(NUMBERS), len(RELATIONS), *_OF_GROUP, *_OF_GROUP)
 """Of a scene's code: numbers, relation, then colour, shape, size, pattern of either group."""
+ATTRIBUTES = ("number", "relation", *("colour", "shape", "size", "pattern") * 2)
+"""Names of a code's columns."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Measures the written assets as a user would find them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from diffusers import AutoencoderKL
+from torch import Tensor
 
 from tiny_world.autoencoder import decode, encode
 from tiny_world.flux import caption_tokens, generate, load_flux
@@ -23,6 +25,24 @@ def auc(scores: npt.NDArray[np.float32], right: npt.NDArray[np.bool_]) -> float:
         return float("nan")
     difference = good[:, None] - bad
     return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
+
+
+def by_attribute(won: Tensor, codes: Tensor, near: Tensor, names: Sequence[str]) -> Figures:
+    """How often a picture scored higher under its own caption than under a near miss, for each
+    attribute in which such pairs differ; those in which none does are left out.
+
+    Args:
+        won: bool [B].
+        codes, near: int64 [B, attributes], of the captions and of the near misses.
+        names: of the columns, some alike.
+    """
+    differs = codes != near
+    figures = {}
+    for name in dict.fromkeys(names):
+        pairs = differs[:, [each == name for each in names]].any(dim=1)
+        if pairs.any():
+            figures[name] = float(won[pairs].float().mean())
+    return figures
 
 
 @torch.no_grad()
@@ -94,6 +114,9 @@ def measure_rewards(
         right = score(model, reader, drawn, families[:, 0])
         wrong = score(model, reader, drawn, families[:, 1])
         figures[f"{name}_near_miss_accuracy"] = float((right > wrong).float().mean())
+        codes, near = world.codes[families].unbind(dim=1)
+        for attribute, value in by_attribute(right > wrong, codes, near, world.attributes).items():
+            figures[f"{name}_near_miss_accuracy_{attribute}"] = value
         figures[f"{name}_drawn_score"] = float(right.mean())
         scores[name] = {}
         for steps, pictures in generated.items():

@@ -25,6 +25,8 @@ class World:
     captions: list[str]
     codes: Tensor
     """int64 [C, attributes]."""
+    attributes: tuple[str, ...]
+    """Of a code's columns; two groups' have the same names."""
     scenes: Tensor
     """int64 [C]: equal where two captions say the same."""
     near: Tensor
@@ -83,6 +85,7 @@ def tiny() -> World:
         side=64,
         captions=scene.all_captions(),
         codes=codes,
+        attributes=("colour", "shape", "relation", "colour", "shape"),
         scenes=torch.minimum(torch.arange(len(scenes)), mirrored),
         near=torch.stack([index[each.unbind(dim=-1)] for each in near], dim=1),
         lay_out=scene.lay_out,
@@ -108,6 +111,7 @@ def harder(
         side=hard.SIDE,
         captions=captions,
         codes=codes,
+        attributes=hard.ATTRIBUTES,
         scenes=scene_numbers(codes),
         near=torch.arange(len(base), len(codes)).view(3, -1).T,
         lay_out=hard.lay_out,
@@ -129,6 +133,7 @@ def spelt() -> World:
         side=words.SIDE,
         captions=captions,
         codes=words.codes_of(captions),
+        attributes=(),
         scenes=torch.arange(len(captions)),
         near=torch.empty(len(captions), 0, dtype=torch.int64),
         lay_out=words.lay_out,

@@ -21,6 +21,7 @@ from tiny_world.hard import (
     sample_codes,
 )
 from tiny_world.hard_oracle import check
+from tiny_world.measure import by_attribute
 from tiny_world.pictures import PictureSource
 from tiny_world.world import World, harder, scene_numbers, tiny
 
@@ -120,6 +121,21 @@ def test_near_misses_score_less_and_mirrored_captions_are_one_scene(world: World
     assert len(world.scenes[: world.base].unique()) == world.base
     assert not set(world.train) & set(world.heldout)
     assert int((world.codes.max(dim=0).values + 1 - torch.tensor(CHOICES)).abs().sum()) == 0
+
+
+def test_accuracy_is_told_by_what_near_misses_change(world: World) -> None:
+    """A scorer that cannot read relations is right in nearly all pairs, and by chance in those."""
+    source = PictureSource(torch.device("cpu"), 5, world)
+    codes, near = world.codes[source.families(2048, 2)].unbind(dim=1)
+    relation = world.attributes.index("relation")
+    turned = codes[:, relation] != near[:, relation]
+    won = ~turned | (torch.arange(len(codes)) % 2 == 0)
+    found = by_attribute(won, codes, near, world.attributes)
+    assert set(found) == {"number", "relation", "colour", "shape", "size", "pattern"}
+    assert found.pop("relation") == pytest.approx(0.5, abs=0.1)
+    assert set(found.values()) == {1.0}
+    assert float(won.float().mean()) > 0.9
+    assert by_attribute(won[~turned], codes[~turned], near[~turned], world.attributes) == found
 
 
 def test_flawed_pictures_score_less(world: World) -> None:
