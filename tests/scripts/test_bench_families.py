@@ -160,7 +160,9 @@ def test_rates_are_those_of_the_work_and_the_matrix_product(bench: ModuleType) -
         "stages": {
             "iteration 1": iteration,
             "learner pass, batch 1": {
-                "matrix": 500.0, "matrix_in_a_row": 400.0, "share_of_matrix_rate": 0.4,
+                "matrix": 500.0,
+                "matrix_in_a_row": 400.0,
+                "share_of_matrix_rate": 0.4,
             },
         },
     }
