@@ -34,7 +34,7 @@ class PictureDecoder:
         self._batch = (
             BatchSize(batch, "rollout.decode_batch_size") if isinstance(batch, int) else batch
         )
-        self._fixed_shapes = fixed_shapes
+        self.fixed_shapes = fixed_shapes
         if tiled:
             vae.enable_tiling()
 
@@ -53,7 +53,7 @@ class PictureDecoder:
 
     def _pass(self, latents: Tensor) -> Tensor:
         rows = len(latents)
-        if self._fixed_shapes:
+        if self.fixed_shapes:
             missing = self._batch.rows - rows
             latents = torch.cat([latents, latents[:1].expand(missing, -1, -1)])
         picture = self._family.decode(self.vae, latents, self._shape)[:rows].float()

@@ -144,6 +144,10 @@ class RolloutEngine:
             )
             for network in (*self._policies, self.decoder.vae.decoder):
                 undo_compilation(network)
+            # Nothing is filled up for shapes that no code has, or recorded.
+            for evaluate in self._evaluators:
+                evaluate.fixed_shapes = False
+            self.decoder.fixed_shapes = False
             self._meet_all_shapes()
             return False
         return True

@@ -32,7 +32,7 @@ class Evaluator:
         self.evaluations = 0
         """Velocities that were asked for so far; what fills a batch does not count."""
         self._batch = BatchSize(batch, "rollout.batch_size") if isinstance(batch, int) else batch
-        self._fixed_shapes = fixed_shapes
+        self.fixed_shapes = fixed_shapes
         recorded = policy.family.recordable and policy.transformer.device.type == "cuda"
         self._single = RecordedPass(policy, warn) if recorded and fixed_shapes else None
 
@@ -57,9 +57,9 @@ class Evaluator:
 
     def _pass(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         rows, missing = len(x), self.batch_size - len(x)
-        if rows == 1 and self._single is not None:
+        if rows == 1 and self._single is not None and self.fixed_shapes:
             return self._single(x, sigma, embeds)
-        if not self._fixed_shapes or rows == 1 or missing == 0:
+        if not self.fixed_shapes or rows == 1 or missing == 0:
             return self.policy(x, sigma, embeds)
         x = torch.cat([x, x[:1].expand(missing, -1, -1)])
         sigma = torch.cat([sigma, sigma[:1].expand(missing)])

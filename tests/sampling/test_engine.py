@@ -384,6 +384,8 @@ def test_where_compiling_fails_the_rollout_goes_on_with_a_warning(
     assert "torch.compile failed and the rollout goes on without it" in warning
     assert "no compiler for this card" in warning
     assert "not compiled" in engine.description
+    assert not engine.exact.fixed_shapes
+    assert not engine.decoder.fixed_shapes
     summary, _ = RolloutWorker(config, REDNESS).rollout(encode(config)[0], 0, 0)
     assert summary.warnings == [warning]
 
