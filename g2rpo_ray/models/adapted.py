@@ -33,10 +33,6 @@ def products(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     summed = all(getattr(layer, "is_summed", False) for layer in layers)
     if not summed or not torch.compiler.is_compiling():
         return [layer(x) for layer in layers]
-    return _products(layers, x)
-
-
-def _products(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
     return adapted_products(
         x,
         [layer.base_layer.weight for layer in layers],
@@ -49,10 +45,10 @@ def _products(layers: Sequence[Any], x: Tensor) -> list[Tensor]:
 
 def _forward(self: Any, x: Tensor) -> Tensor:
     """In the place of peft's, of one layer."""
-    if not torch.compiler.is_compiling():
-        answer: Tensor = type(self).forward(self, x)
-        return answer
-    return _products([self], x)[0]
+    if torch.compiler.is_compiling():
+        return products([self], x)[0]
+    answer: Tensor = type(self).forward(self, x)
+    return answer
 
 
 @torch.library.custom_op("g2rpo_ray::adapted_products", mutates_args=())

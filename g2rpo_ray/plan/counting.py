@@ -90,7 +90,8 @@ class _Counter(TorchDispatchMode):
             given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
             # Of in-place operations, and of some that give a view without saying so, it is given.
             tensors = [t for t in _tensors(found) if t.untyped_storage()._cdata not in given]
-            if tensors and [t.is_meta for t in tensors] == [True] * len(tree_leaves(found)):
+            made_whole = len(tensors) == len(tree_leaves(found)) > 0
+            if made_whole and all(tensor.is_meta for tensor in tensors):
                 sizes = [(t.shape, t.stride(), t.dtype) for t in tensors]
                 self._known[key] = sizes, isinstance(found, Tensor), operations
         self.operations[func._overloadpacket] += operations

@@ -34,7 +34,7 @@ class Evaluator:
         self._batch = BatchSize(batch, "rollout.batch_size") if isinstance(batch, int) else batch
         self.fixed_shapes = fixed_shapes
         recorded = policy.family.recordable and policy.transformer.device.type == "cuda"
-        self._single = RecordedPass(policy, warn) if recorded and fixed_shapes else None
+        self._single = RecordedPass(policy, warn) if recorded else None
 
     @property
     def batch_size(self) -> int:
