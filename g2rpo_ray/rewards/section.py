@@ -50,7 +50,7 @@ class RewardSection(Section):
     """Most pictures in one pass of the scorer; a batch is cut inside one request."""
     merge_requests: int = Field(1, ge=1)
     """Requests that may share a pass. Above 1 is faster under load, but then rounding depends on
-    which requests met."""
+    which requests met: with ``model.deterministic`` none do."""
     timeout_s: float = Field(300.0, gt=0)
     """A request that takes longer counts as failed. A replica whose scorer hangs for so long is
     replaced."""

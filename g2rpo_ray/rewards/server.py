@@ -95,7 +95,7 @@ class RewardServer:
             for name, reward in rewards.items()
         }
         self._replica, self._busy_s = serve.get_replica_context().replica_id.unique_id, 0.0
-        whole = len(rewards) > 1 or self._scorers[name].compares_pictures
+        whole = len(rewards) > 1 or self._scorers[name].compares_pictures or deterministic
         self.score.set_max_batch_size(1 if whole else reward.merge_requests)
 
     def reads_prompts(self, name: str) -> bool:

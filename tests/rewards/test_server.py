@@ -73,6 +73,8 @@ def obedient(log: Path, merge_requests: int) -> RewardSection:
 def servers(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:  # noqa: ARG001
     folder = tmp_path_factory.mktemp("rewards")
     logs = {name: folder / f"{name}.log" for name in ("single", "merging", "beside")}
+    for log in logs.values():
+        log.touch()
     rewards = {
         "single": obedient(logs["single"], merge_requests=1),
         "merging": obedient(logs["merging"], merge_requests=4),
@@ -444,3 +446,19 @@ def test_scorers_compute_the_same_bits_where_a_run_is_to(servers: Servers) -> No
         client = RewardClient(handles, rewards, stop_on_invalid=True)
         scores = client.submit(0, "a cat", PICTURES, ["choosy"]).result()["choosy"]
         assert scores.tolist() == [1.0] * 4
+
+
+def test_requests_share_no_pass_where_a_run_is_to_compute_the_same_bits(
+    servers: Servers,  # noqa: ARG001  (its cluster)
+    tmp_path: Path,
+) -> None:
+    (log := tmp_path / "merging.log").touch()
+    rewards = {"merging": obedient(log, merge_requests=4)}
+    with reward_servers("alone", rewards, 360, False, deterministic=True) as handles:
+        alone = Servers(RewardClient(handles, rewards, stop_on_invalid=True), {"merging": log})
+        with held(alone, "merging"):
+            submitted = submit_all(alone.client, [(f"good {n}", PICTURES) for n in range(3)])
+        for pending in submitted:
+            assert torch.allclose(pending.result()["merging"], BRIGHTNESS)
+    met = [set(line.split("\t")[1:]) for line in log.read_text().splitlines()]
+    assert all(len(line) == 1 for line in met), met
