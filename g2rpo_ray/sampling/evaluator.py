@@ -34,16 +34,27 @@ class Evaluator:
         self._batch = BatchSize(batch, "rollout.batch_size") if isinstance(batch, int) else batch
         self.fixed_shapes = fixed_shapes
         recorded = policy.family.recordable and policy.transformer.device.type == "cuda"
-        self._single = RecordedPass(policy, warn) if recorded else None
+        self._recorded = RecordedPass(policy, warn) if recorded else None
+        self._records_all = False
 
     @property
     def batch_size(self) -> int:
         return self._batch.rows
 
+    def record_all(self, shapes: int) -> None:
+        """Record passes of whatever shape, and keep the last ``shapes`` of them; on a card, and of
+        a family that can be recorded.
+
+        It takes memory for each, and pays where a network is so small that the card waits for the
+        host.
+        """
+        if self._recorded is not None:
+            self._recorded.shapes, self._records_all = shapes, True
+
     def weights_changed(self) -> None:
         """To be called when the policy's weights are others than before."""
-        if self._single is not None:
-            self._single.weights_changed()
+        if self._recorded is not None:
+            self._recorded.weights_changed()
 
     @torch.no_grad()
     def __call__(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
@@ -57,10 +68,10 @@ class Evaluator:
 
     def _pass(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
         rows, missing = len(x), self.batch_size - len(x)
-        if rows == 1 and self._single is not None and self.fixed_shapes:
-            return self._single(x, sigma, embeds)
         if not self.fixed_shapes or rows == 1 or missing == 0:
-            return self.policy(x, sigma, embeds)
+            wanted = self._records_all or (self.fixed_shapes and rows == 1)
+            evaluate = self._recorded if wanted and self._recorded is not None else self.policy
+            return evaluate(x, sigma, embeds)
         x = torch.cat([x, x[:1].expand(missing, -1, -1)])
         sigma = torch.cat([sigma, sigma[:1].expand(missing)])
         return self.policy(x, sigma, embeds)[:rows]

@@ -37,6 +37,9 @@ _AS_IT_IS = ConfigDict(ser_json_inf_nan="constants")
 WEIGHTS = "weights.safetensors"
 """Of a run that is done: what it draws with at its end, in half precision."""
 
+RECORDED_SHAPES = 32
+"""Kept as CUDA graphs: batches of a prompt get smaller, as its completions end."""
+
 
 def run_name(row: str, learning_rate: float, seed: int) -> str:
     """Of the run's folder."""
@@ -291,7 +294,9 @@ def local_worker(config: Config) -> RolloutWorker:
         # Worker and learner share this process: float32's products are TF32 in both.
         torch.set_float32_matmul_precision("high")
     scorers = {n: make_scorer(r.kind, r.options, device) for n, r in config.rewards.items()}
-    return RolloutWorker(config, LocalScoring(scorers))
+    worker = RolloutWorker(config, LocalScoring(scorers))
+    worker.engine.exact.record_all(RECORDED_SHAPES)
+    return worker
 
 
 @dataclass(frozen=True)

@@ -31,3 +31,17 @@ def test_every_family_plays_what_it_computes(name: str) -> None:
     # The others are tried too: one that works can be made recordable.
     print(f"{name}: {warnings or 'recorded'}")
     assert warnings == [] or not policy.family.recordable
+
+
+@torch.no_grad()
+def test_batches_of_many_shapes_share_memory_and_play_what_they_compute() -> None:
+    config = family_config("flux1_dev")
+    (prompt,) = encode(config)[:1]
+    embeds = prompt.embeds.to(CARD)
+    policy, warnings = load_policy(config, CARD), list[str]()
+    ours = RecordedPass(policy, warnings.append, shapes=3)
+    for rows in (1, 12, 96, 96, 12, 1, 12, 96, 1, 96, 12, 7, 7, 1, 7):
+        x = torch.randn(rows, *policy.shape.packed, device=CARD)
+        sigma = torch.rand(rows, device=CARD)
+        assert torch.equal(ours(x, sigma, embeds), policy(x, sigma, embeds)), rows
+    assert warnings == []

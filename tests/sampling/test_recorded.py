@@ -7,7 +7,7 @@ from torch import Tensor
 
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.policy import Policy, load_policy
-from g2rpo_ray.sampling.recorded import RecordedPass
+from g2rpo_ray.sampling.recorded import RecordedPass, Recording
 from tests.models.families.folders import family_config
 from tests.tiny import encode
 
@@ -15,25 +15,23 @@ from tests.tiny import encode
 class Replayed(RecordedPass):
     """A CPU has no graphs: what is played reads the kept inputs and writes the kept output."""
 
-    def __init__(self, policy: Policy, error: Exception | None = None) -> None:
+    def __init__(self, policy: Policy, error: Exception | None = None, shapes: int = 1) -> None:
         self.warnings: list[str] = []
         self.recorded = self.played = 0
         self.error = error
-        super().__init__(policy, self.warnings.append)
+        super().__init__(policy, self.warnings.append, shapes)
 
-    def _record(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Tensor:
+    def _record(self, x: Tensor, sigma: Tensor, embeds: Conditioning) -> Recording:
         if self.error is not None:
             raise self.error
         self.recorded += 1
-        self._inputs = [x, sigma, *embeds.all_tensors]
-        self.embeds = embeds
-        return torch.full_like(x, torch.nan)
+        output = torch.full_like(x, torch.nan)
 
-    def _play(self) -> None:
-        self.played += 1
-        x, sigma = self._inputs[:2]
-        assert self._output is not None
-        self._output.copy_(self._policy(x, sigma, self.embeds))
+        def play() -> None:
+            self.played += 1
+            output.copy_(self._policy(x, sigma, embeds))
+
+        return Recording([x, sigma, *embeds.all_tensors], output, play)
 
 
 def inputs(policy: Policy, seed: int) -> tuple[Tensor, Tensor]:
@@ -100,3 +98,23 @@ def test_a_network_that_cannot_be_recorded_is_told_once() -> None:
         assert torch.equal(ours(x, sigma, prompt.embeds), policy(x, sigma, prompt.embeds))
     (warning,) = ours.warnings
     assert "not permitted when stream is capturing" in warning
+
+
+@torch.no_grad()
+def test_the_shapes_that_were_used_last_are_kept() -> None:
+    config = family_config("flux1_dev")
+    (prompt,) = encode(config)[:1]
+    policy = load_policy(config)
+    ours = Replayed(policy, shapes=2)
+
+    def ask(*batches: int) -> tuple[int, int]:
+        for number, rows in enumerate(batches):
+            x, sigma = (tensor.repeat_interleave(rows, dim=0) for tensor in inputs(policy, number))
+            answer = ours(x, sigma, prompt.embeds)
+            assert torch.equal(answer, policy(x, sigma, prompt.embeds))
+        return ours.recorded, ours.played
+
+    assert ask(1, 3, 1, 3, 1, 3) == (2, 4)
+    # 3 has to go, since 1 was used after it.
+    assert ask(1, 2, 1, 2) == (3, 7)
+    assert ask(3) == (3, 7)
