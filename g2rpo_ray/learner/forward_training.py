@@ -44,6 +44,6 @@ class ForwardTraining(GroupTraining):
             return policy, torch.zeros_like(policy.loss)
         return policy, ((velocity - reference) ** 2).mean()
 
-    def _health(self, step: Step, usable: Tensor) -> PolicyHealth:
+    def _health(self, step: Step, left: Tensor | slice) -> PolicyHealth:  # noqa: ARG002
         # Of no member: there is no ratio.
-        return super()._health(step, torch.zeros_like(usable))
+        return super()._health(step, slice(0))

@@ -149,35 +149,44 @@ class GroupTraining:
         x = [step.latents[rows] for step, rows, _ in parts]
         sigmas = [step.sigmas[rows] for step, rows, _ in parts]
         velocities = self._velocities(x, sigmas)
+        self._require_finite(velocities, parts)
         references: Sequence[Tensor | None] = [None] * len(parts)
         if self._config.learner.kl_weight > 0:
             with torch.no_grad(), _adapters_off(self._engine.policy.transformer):
-                references = self._velocities(x, sigmas)
+                references = of_reference = self._velocities(x, sigmas)
+            self._require_finite(of_reference, parts)
+        shares, numbers = list[float](), list[Tensor]()
         total = torch.zeros((), device=self._device)
         for (step, rows, members), velocity, reference in zip(
             parts, velocities, references, strict=True
         ):
-            self._require_finite(velocity, step, rows)
-            if reference is not None:
-                self._require_finite(reference, step, rows)
             policy, divergence = self._loss(step, velocity, reference, rows, members, update)
-            loss = policy.loss + self._config.learner.kl_weight * divergence
+            loss = policy.loss
+            if reference is not None:
+                loss = loss + self._config.learner.kl_weight * divergence
             share = len(policy.usable) * len(self._parts) / self._group.members
             total = total + loss * (share * step.scale if step.valid else 0.0)
-            step.loss += float(loss.detach()) * share
-            step.kl_to_reference += float(divergence.detach()) * share
+            shares.append(share)
+            numbers += [loss.detach(), divergence.detach()]
             step.log_ratios.append(policy.log_ratio)
             step.usable.append(policy.usable)
+        # All at once: a number that the host reads waits for the card.
+        of_steps = torch.stack(numbers).view(-1, 2).tolist()
+        for (step, _, _), share, (number, divergence) in zip(parts, shares, of_steps, strict=True):
+            step.loss += number * share
+            step.kl_to_reference += divergence * share
         return total
 
     def _record(self, step: Step, update: int) -> StepRecord:
         group, position, usable = self._group, step.position, torch.cat(step.usable)
-        advantages = step.advantages[step.members]
-        masked = int((~usable).sum())
+        sizes = step.advantages[step.members].abs()
+        clamped = sizes >= self._config.advantage.clamp
+        numbers = (~usable).float().sum(), sizes.mean(), clamped.float().mean()
+        masked, abs_mean, clamped_share = torch.stack(numbers).tolist()
         if step.valid and masked and self._config.advantage.on_invalid == "stop":
             raise LearnerError(
                 f"group {group.key.group_id}, SDE step {group.step_indices[position]}: the ratio "
-                f"of {masked} of {len(usable)} members is not finite (with "
+                f"of {masked:.0f} of {len(usable)} members is not finite (with "
                 "advantage.on_invalid: drop_group such members are left out)"
             )
         return StepRecord(
@@ -185,20 +194,18 @@ class GroupTraining:
             position=position,
             update=update,
             loss=step.loss,
-            health=self._health(step, usable),
+            health=self._health(step, usable if masked else slice(None)),
             kl_to_reference=step.kl_to_reference,
             valid=step.valid and masked < len(usable),
-            masked_members=masked,
-            advantage_abs_mean=float(advantages.abs().mean()),
-            advantage_clamped_share=float(
-                (advantages.abs() >= self._config.advantage.clamp).float().mean()
-            ),
+            masked_members=int(masked),
+            advantage_abs_mean=abs_mean,
+            advantage_clamped_share=clamped_share,
         )
 
-    def _health(self, step: Step, usable: Tensor) -> PolicyHealth:
+    def _health(self, step: Step, left: Tensor | slice) -> PolicyHealth:
         """Of the members that are left."""
         advantages, log_ratios = step.advantages[step.members], torch.cat(step.log_ratios)
-        return policy_health(log_ratios[usable], advantages[usable], self._config.learner.clip)
+        return policy_health(log_ratios[left], advantages[left], self._config.learner.clip)
 
     def _loss(
         self,
@@ -230,15 +237,21 @@ class GroupTraining:
             return policy, torch.zeros_like(policy.loss)
         return policy, gaussian_kl(mean, sde.mean(x, reference), sde.std)
 
-    def _require_finite(self, velocity: Tensor, step: Step, rows: slice) -> None:
-        """Before its backward pass: behind a broken activation even a zero gradient is NaN."""
-        broken = ~velocity.isfinite().flatten(1).all(dim=1)
-        if not bool(broken.any()):
+    def _require_finite(self, velocities: Sequence[Tensor], parts: list[_Piece]) -> None:
+        """Before their backward pass: behind a broken activation even a zero gradient is NaN."""
+        finite = torch.cat(list(velocities)).isfinite()
+        if bool(finite.all()):
             return
         group = self._group
+        sound = finite.flatten(1).all(dim=1).split([len(part) for part in velocities])
+        step, rows, of_step = next(
+            (step, rows, of_step)
+            for (step, rows, _), of_step in zip(parts, sound, strict=True)
+            if not bool(of_step.all())
+        )
         numbers = range(group.latents.shape[1])[rows]
         members = [
-            str(n) for n, is_broken in zip(numbers, broken.tolist(), strict=True) if is_broken
+            str(n) for n, is_sound in zip(numbers, of_step.tolist(), strict=True) if not is_sound
         ]
         who = "all members" if group.latents.shape[1] == 1 else f"member {', '.join(members)}"
         raise LearnerError(
