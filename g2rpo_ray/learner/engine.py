@@ -20,6 +20,10 @@ from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.weights import TensorLayout, trainable_parameters, word_sums
 
 
+SMALL_GRADIENTS_BYTES = 1 << 28
+"""Of all weights: a rank that is alone keeps so many whole until the optimizer's step."""
+
+
 class LearnerError(RunError):
     """The learner cannot go on; the message says what was wrong and what to change."""
 
@@ -157,6 +161,7 @@ class LearnerEngine:
             weight_decay=settings.weight_decay,
             fused=settings.offload_optimizer or None,
         )
+        gradient_bytes = sum(p.nbytes for p in trainable_parameters(policy).values())
         self._engine, self._optimizer, _, _ = _deepspeed().initialize(
             model=policy,
             optimizer=adamw,
@@ -166,7 +171,9 @@ class LearnerEngine:
         self.policy: Policy = self._engine.module
         # Adapters are many and small: their gradients stay whole on every rank until the step, and
         # are reduced once. All weights' gradients would not fit; they are reduced in every pass.
-        self._reduces_once = any(".lora_" in name for name in self._names)
+        adapters = any(".lora_" in name for name in self._names)
+        alone = torch.distributed.get_world_size() == 1
+        self._reduces_once = adapters or (alone and gradient_bytes <= SMALL_GRADIENTS_BYTES)
         self._accumulation = ExitStack()
         self._accumulates = False
         self._start_moments()

@@ -6,6 +6,7 @@ here, in float32. HPSv2 converts to float first and never rounds.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Self
 
 import torch
@@ -51,14 +52,13 @@ class ClipPreprocess:
     def __call__(self, images: Tensor) -> Tensor:
         """float32 ``[B, 3, H, W]`` of 0 to 255 -> float32 ``[B, 3, *size]``."""
         from open_clip.transform import center_crop_or_pad
-        from torchvision.transforms.functional import normalize
 
         resized = self._resized_size(images.shape[-2], images.shape[-1])
         if resized != list(images.shape[-2:]):
             images = self._resize_as_bytes(images, [images.shape[-2], resized[1]])
             images = self._resize_as_bytes(images, resized)
         images = center_crop_or_pad(images, list(self.size), fill=self.fill)
-        return normalize(images / 255, list(self.mean), list(self.std))
+        return _normalised(images / 255, self.mean, self.std)
 
     def _resize_as_bytes(self, images: Tensor, size: list[int]) -> Tensor:
         from torchvision.transforms.functional import InterpolationMode, resize
@@ -101,4 +101,15 @@ class HpsPreprocess:
             bicubic = functional.InterpolationMode.BICUBIC
             images = functional.resize(images, resized, bicubic, antialias=True)
         images = center_crop_or_pad(images, [self.size, self.size])
-        return functional.normalize(images, list(self.mean), list(self.std))
+        return _normalised(images, self.mean, self.std)
+
+
+def _normalised(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """As torchvision's ``normalize``, which copies both to a card each time and waits for it."""
+    device = images.device
+    return (images - _by_channel(tuple(mean), device)) / _by_channel(tuple(std), device)
+
+
+@cache
+def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(-1, 1, 1)
