@@ -19,7 +19,6 @@ from g2rpo_ray.models.kernels import compile_errors
 from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.weights import TensorLayout, trainable_parameters, word_sums
 
-
 SMALL_GRADIENTS_BYTES = 1 << 28
 """Of all weights: a rank that is alone keeps so many whole until the optimizer's step."""
 

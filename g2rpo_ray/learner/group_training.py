@@ -264,14 +264,15 @@ class GroupTraining:
         )
 
     def _step(self, position: int, members: slice, scale: float) -> Step:
+        # No copy is waited for: what is not pinned is staged before the call returns.
         latents, sigmas, target = self._inputs(position)
         return Step(
             position=position,
             sigmas=sigmas,
             latents=latents,
             target=target,
-            old_velocities=self._old_velocities[position].to(self._device),
-            advantages=self._advantages.values[position].to(self._device),
+            old_velocities=self._old_velocities[position].to(self._device, non_blocking=True),
+            advantages=self._advantages.values[position].to(self._device, non_blocking=True),
             members=members,
             valid=bool(self._advantages.valid[position]),
             scale=scale,
@@ -279,11 +280,12 @@ class GroupTraining:
 
     def _inputs(self, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Latents, sigmas and target of ``Step``, on the device."""
-        return *self._begin(position), self._group.next_latents(position).to(self._device)
+        target = self._group.next_latents(position).to(self._device, non_blocking=True)
+        return *self._begin(position), target
 
     def _begin(self, position: int) -> tuple[Tensor, Tensor]:
         """x_k and its noise levels, on the device."""
-        latents = self._group.latents[position].to(self._device)
+        latents = self._group.latents[position].to(self._device, non_blocking=True)
         sigma = self._group.sde_steps[position].sigma
         return latents, torch.full((len(latents),), sigma, device=self._device)
 

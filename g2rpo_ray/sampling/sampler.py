@@ -125,7 +125,7 @@ class Sampler:
             if index in injected:
                 step, noise = injected[index]
                 x = x.expand_as(noise)
-            v = self._velocity(self.exact, x, [index] * len(x), embeds)
+            v = self.exact(x, self._sigmas_of([index] * len(x), x), embeds)
             if index in kept:
                 latents.append(x)
                 velocities.append(v)
@@ -182,7 +182,7 @@ class Sampler:
             batch_size = min(evaluate.batch_size, len(queues[evaluate]))
             batch = [heapq.heappop(queues[evaluate]) for _ in range(batch_size)]
             x = torch.stack([item.x for item in batch])
-            sigma = self.sigmas[[item.node.index for item in batch]].to(x)
+            sigma = self._sigmas_of([item.node.index for item in batch], x)
             v = evaluate(x, sigma, embeds)
             # For the batch at once: so small operations cost a card less than the host's call.
             x0 = predict_x0(x, v, sigma[:, None, None])
@@ -201,8 +201,9 @@ class Sampler:
                 for row, item in enumerate(batch)
                 for step, child in item.node.children.items()
             ]
-            parents = torch.tensor([row for row, _, _ in moves], dtype=torch.long, device=x.device)
-            sigma_next = self.sigmas[[step.to_index for _, step, _ in moves]].to(x)
+            parents = torch.tensor([row for row, _, _ in moves], dtype=torch.long)
+            parents = parents.to(x.device, non_blocking=True)
+            sigma_next = self._sigmas_of([step.to_index for _, step, _ in moves], x)
             next_x = euler_step(
                 x[parents], v[parents], sigma[parents, None, None], sigma_next[:, None, None]
             )
@@ -232,10 +233,10 @@ class Sampler:
         queue = queues[self.estimate if noisy else self.exact]
         heapq.heappush(queue, _Pending(priority, node, position, member, x, previous))
 
-    def _velocity(
-        self, evaluate: Evaluator, x: Tensor, indices: list[int], embeds: Conditioning
-    ) -> Tensor:
-        return evaluate(x, self.sigmas[indices].to(x), embeds)
+    def _sigmas_of(self, indices: list[int], x: Tensor) -> Tensor:
+        """``[len(indices)]`` beside ``x``."""
+        # Not waited for: what is not pinned is staged before the call returns.
+        return self.sigmas[indices].to(x, non_blocking=True)
 
 
 def _next_queue(queues: Mapping[Evaluator, list[_Pending]]) -> Evaluator:
