@@ -20,7 +20,7 @@ from g2rpo_ray.models.policy import Policy
 from g2rpo_ray.models.weights import TensorLayout, trainable_parameters, word_sums
 
 SMALL_GRADIENTS_BYTES = 1 << 28
-"""Of all weights: a rank that is alone keeps so many whole until the optimizer's step."""
+"""Of all weights: in float32, a rank that is alone keeps so many whole until the step."""
 
 
 class LearnerError(RunError):
@@ -169,9 +169,10 @@ class LearnerEngine:
         )
         self.policy: Policy = self._engine.module
         # Adapters are many and small: their gradients stay whole on every rank until the step, and
-        # are reduced once. All weights' gradients would not fit; they are reduced in every pass.
+        # are reduced once. All weights' gradients would not fit; they are reduced in every pass,
+        # but where that is the same to the bit and they are small.
         adapters = any(".lora_" in name for name in self._names)
-        alone = torch.distributed.get_world_size() == 1
+        alone = torch.distributed.get_world_size() == 1 and first.dtype == torch.float32
         self._reduces_once = adapters or (alone and gradient_bytes <= SMALL_GRADIENTS_BYTES)
         self._accumulation = ExitStack()
         self._accumulates = False
