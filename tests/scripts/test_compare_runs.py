@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from comparing import runs
 from g2rpo_ray.config import load_config
+from g2rpo_ray.learner.engine import SMALL_GRADIENTS_BYTES
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.prompts.dataset import read_config_prompts
 from g2rpo_ray.rollout.answers import HeldoutDraw
@@ -26,7 +27,9 @@ RUN = """
 import sys, types
 from pathlib import Path
 from comparing import runs
+from g2rpo_ray.learner import engine
 
+engine.SMALL_GRADIENTS_BYTES = int(sys.argv[3])
 clock = iter([float(each) for each in sys.argv[2].split(",")])
 runs.time = types.SimpleNamespace(time=lambda: next(clock))
 job = runs.Job(
@@ -37,9 +40,9 @@ print("done" if runs.train(job).done else "paused")
 """
 
 
-def train(folder: Path, clock: str) -> str:
+def train(folder: Path, clock: str, small_bytes: int = SMALL_GRADIENTS_BYTES) -> str:
     run = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder), clock],
+        [sys.executable, "-c", RUN, str(folder), clock, str(small_bytes)],
         env=os.environ | {"PYTHONPATH": f"{python_path()}:{ROOT / 'scripts'}"},
         capture_output=True,
         text=True,
@@ -65,6 +68,15 @@ def test_a_run_that_paused_ends_as_one_that_did_not(tmp_path: Path) -> None:
     assert one["evaluations"] == other["evaluations"]
     assert one["updates"] == other["updates"] == 3
     assert not list(tmp_path.rglob("state-*"))
+    ends = [load_file(file) for file in sorted(tmp_path.rglob(runs.WEIGHTS))]
+    assert len(ends) == 2
+    assert equal_weights(*ends)
+
+
+@pytest.mark.long
+def test_gradients_that_are_reduced_once_are_those_of_every_pass(tmp_path: Path) -> None:
+    for small_bytes in (0, SMALL_GRADIENTS_BYTES):
+        assert train(tmp_path / str(small_bytes), "0,0,0,0", small_bytes) == "done"
     ends = [load_file(file) for file in sorted(tmp_path.rglob(runs.WEIGHTS))]
     assert len(ends) == 2
     assert equal_weights(*ends)
