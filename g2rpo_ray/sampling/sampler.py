@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.maths.dpm_solver import dpm_solver_step
-from g2rpo_ray.maths.granularity import PlanNode, branch_plan
+from g2rpo_ray.maths.granularity import PlanNode, branch_plan, completion_indices
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
+from g2rpo_ray.maths.shared_walk import Evaluation, read_steps, walk_ahead
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.sampling.evaluator import Evaluator
@@ -42,8 +43,10 @@ class _Pending:
     position: int = field(compare=False)
     member: int = field(compare=False)
     x: Tensor = field(compare=False)
-    previous: tuple[Tensor, float] | None = field(compare=False)
-    """x_0 that the evaluation before promised, and its sigma; none at a branch."""
+    read: dict[int, Tensor] = field(compare=False)
+    """Of a walk that all granularities share: the latents on the coarser grids, by position."""
+    previous: Evaluation | None = field(compare=False, default=None)
+    """The evaluation before; none at a branch."""
 
 
 class Sampler:
@@ -149,7 +152,7 @@ class Sampler:
         step_indices: Sequence[int],
         granularities: Sequence[int],
         embeds: Conditioning,
-        thin: bool = False,
+        stride: int = 1,
     ) -> Iterator[tuple[int, Tensor]]:
         """Finish every branch by ODE on every granularity, sharing common prefixes.
 
@@ -160,19 +163,22 @@ class Sampler:
             branches: float32 ``[K, M, tokens, channels]``: x_{k+1} of every member.
             step_indices: the K SDE steps k.
             granularities: Lambda.
-            thin: granularity 1 by fewer steps of second order, see ``completion_steps``.
+            stride: above 1, the network is evaluated at every so many steps only, on one walk
+                for all granularities (``maths/shared_walk.py``).
 
         Yields:
             ``(position of the step in step_indices, x_0 float32 [granularities, M, tokens,
             channels])``, each step once, as soon as it is complete.
         """
-        members = branches.shape[1]
+        members, sigmas = branches.shape[1], self.sigmas.tolist()
         # A batch is of one evaluator.
         queues: dict[Evaluator, list[_Pending]] = {self.exact: [], self.estimate: []}
+        coarser = [p for p, g in enumerate(granularities) if g > 1] if stride > 1 else []
         for position, k in enumerate(step_indices):
-            root = branch_plan(self.steps, k, granularities, thin)
+            root = branch_plan(self.steps, k, granularities, stride)
             for member in range(members):
-                self._push(queues, root, position, member, branches[position, member])
+                x = branches[position, member]
+                self._push(queues, root, position, member, x, dict.fromkeys(coarser, x))
         results = branches.new_empty(len(step_indices), len(granularities), *branches.shape[1:])
         missing = [len(granularities) * members] * len(step_indices)
 
@@ -183,18 +189,24 @@ class Sampler:
             x = torch.stack([item.x for item in batch])
             indices = [item.node.index for item in batch]
             for item, v in zip(batch, self._velocity(evaluate, x, indices, embeds), strict=True):
-                sigma = float(self.sigmas[item.node.index])
-                x0 = predict_x0(item.x, v, sigma)
-                for granularity in item.node.completes:
-                    results[item.position, granularity, item.member] = x0
+                here = Evaluation(item.node.index, item.x, v)
+                k, read = step_indices[item.position], {}
+                for place, latents in item.read.items():
+                    # The x_0 prediction of a grid's last evaluation is a step to sigma 0.
+                    grid = completion_indices(self.steps, k, granularities[place])
+                    read[place] = read_steps(
+                        sigmas, latents, [*grid[:-1], self.steps], here, item.previous
+                    )
+                for place in item.node.completes:
+                    x0 = predict_x0(item.x, v, sigmas[here.index])
+                    results[item.position, place, item.member] = read.get(place, x0)
                     missing[item.position] -= 1
-                for step, child in item.node.children.items():
-                    sigma_next = float(self.sigmas[step.to_index])
-                    if step.second_order:
-                        x_next = dpm_solver_step(item.x, x0, sigma, sigma_next, item.previous)
+                for index, child in item.node.children.items():
+                    if stride > 1:
+                        x_next = walk_ahead(sigmas, here, item.previous, index)
                     else:
-                        x_next = euler_step(item.x, v, sigma, sigma_next)
-                    self._push(queues, child, item.position, item.member, x_next, (x0, sigma))
+                        x_next = euler_step(item.x, v, sigmas[here.index], sigmas[index])
+                    self._push(queues, child, item.position, item.member, x_next, read, here)
             for position in sorted({item.position for item in batch}):
                 if missing[position] == 0:
                     yield position, results[position]
@@ -206,13 +218,14 @@ class Sampler:
         position: int,
         member: int,
         x: Tensor,
-        previous: tuple[Tensor, float] | None = None,
+        read: dict[int, Tensor],
+        previous: Evaluation | None = None,
     ) -> None:
         # Within a step the longest remaining path goes first, so that it ends with full batches.
         priority = (position, -node.depth, member, node.index)
         noisy = float(self.sigmas[node.index]) > self._estimate_above
         queue = queues[self.estimate if noisy else self.exact]
-        heapq.heappush(queue, _Pending(priority, node, position, member, x, previous))
+        heapq.heappush(queue, _Pending(priority, node, position, member, x, read, previous))
 
     def _velocity(
         self, evaluate: Evaluator, x: Tensor, indices: list[int], embeds: Conditioning
