@@ -16,25 +16,25 @@ from g2rpo_ray.maths.sde import euler_step
 
 
 class Evaluation(NamedTuple):
-    """One of a walk: latents and velocity, float32 ``[tokens, channels]``."""
+    """One of a walk."""
 
     index: int
     """Of the schedule."""
-    x: Tensor
     v: Tensor
+    """Velocity, float32 ``[tokens, channels]``."""
 
 
 def walk_ahead(
-    sigmas: Sequence[float], here: Evaluation, previous: Evaluation | None, to_index: int
+    sigmas: Sequence[float], x: Tensor, here: Evaluation, previous: Evaluation | None, to_index: int
 ) -> Tensor:
     """Latents at ``to_index``, by Euler's method on every step from ``here``.
 
     Args:
         sigmas: the schedule, T + 1 noise levels.
+        x: the latents there, float32 ``[tokens, channels]``.
         here: the last evaluation. Steps that begin after it use velocities linear in the noise
             level through those of ``previous`` and it; without ``previous``, its own.
     """
-    x = here.x
     for index in range(here.index, to_index):
         v = here.v if previous is None else _between(sigmas, previous, here, index)
         x = euler_step(x, v, sigmas[index], sigmas[index + 1])

@@ -189,7 +189,7 @@ class Sampler:
             x = torch.stack([item.x for item in batch])
             indices = [item.node.index for item in batch]
             for item, v in zip(batch, self._velocity(evaluate, x, indices, embeds), strict=True):
-                here = Evaluation(item.node.index, item.x, v)
+                here = Evaluation(item.node.index, v)
                 k, read = step_indices[item.position], {}
                 for place, latents in item.read.items():
                     # The x_0 prediction of a grid's last evaluation is a step to sigma 0.
@@ -203,7 +203,7 @@ class Sampler:
                     missing[item.position] -= 1
                 for index, child in item.node.children.items():
                     if stride > 1:
-                        x_next = walk_ahead(sigmas, here, item.previous, index)
+                        x_next = walk_ahead(sigmas, item.x, here, item.previous, index)
                     else:
                         x_next = euler_step(item.x, v, sigmas[here.index], sigmas[index])
                     self._push(queues, child, item.position, item.member, x_next, read, here)
