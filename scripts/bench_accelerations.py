@@ -1,6 +1,7 @@
 """What accelerated completions cost in accuracy, on the tiny trained model.
 
     python scripts/bench_accelerations.py --prompts 16 --json accelerations.json
+    python scripts/bench_accelerations.py --config scripts/tiny_world/hard_run.yaml --json hard.json
 
 Every prompt is drawn exactly and by each variant, with the same noise, and scored by the tiny
 world's HPS and CLIP. Compared are the integrated advantages: Spearman's rank correlation inside
@@ -9,6 +10,7 @@ Times at true size come from ``bench_rollout.py --variants``.
 """
 
 import json
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,10 +31,13 @@ FROZEN = "frozen_float8"
 
 def main() -> None:
     parser = measuring.make_parser(__doc__, needs_file=True)
+    parser.add_argument(
+        "--config", type=Path, help="of a run, with rewards hps and clip (the tiny one)"
+    )
     parser.add_argument("--prompts", type=int, default=16, help="held-out prompts to draw")
     parser.add_argument("--only", action="append", help="a variant; may be given repeatedly (all)")
     options = parser.parse_args()
-    exact_config = make_config("exact")
+    exact_config = make_config("exact", options.config)
     texts = evenly(read_config_prompts(exact_config, exact_config.prompts.heldout), options.prompts)
     encoder = TextEncoder(exact_config.model, exact_config.prompts.max_sequence_length)
     prompts = [Prompt(number, text, encoder.encode(text)) for number, text in enumerate(texts)]
@@ -40,7 +45,7 @@ def main() -> None:
     print(f"exact: {evaluations} evaluations a prompt")
     results = {}
     for variant in options.only or [*(name for name in VARIANTS if name != "exact"), FROZEN]:
-        values, variant_evaluations = advantages(make_config(variant), prompts)
+        values, variant_evaluations = advantages(make_config(variant, options.config), prompts)
         groups = [rank_correlation(a, b) for a, b in zip(exact, values, strict=True)]
         pooled = rank_correlation(exact.flatten(), values.flatten())
         results[variant] = {
@@ -55,15 +60,16 @@ def main() -> None:
     measuring.write_json(options.json, content)
 
 
-def make_config(variant: str) -> Config:
-    """The quickstart's model and rewards at the paper's T, K, G and granularities."""
+def make_config(variant: str, path: Path | None = None) -> Config:
+    """A run's model and rewards, by default the quickstart's, at the paper's T, K, G and
+    granularities, on the CPU."""
     settings = ["run_dir=unused", *measuring.settings("accelerations")]
     if variant == FROZEN:
         settings += measuring.settings("frozen_float8")
     else:
         chosen = VARIANTS[variant].items()
         settings += [f"rollout.{key}={json.dumps(value)}" for key, value in chosen]
-    return measuring.quickstart(settings, ["clip", "hps"])
+    return measuring.quickstart(settings, ["clip", "hps"], path)
 
 
 def advantages(config: Config, prompts: list[Prompt]) -> tuple[Floats, int]:

@@ -46,7 +46,16 @@ from g2rpo_ray.training.roles import launch_rollout
 VARIANTS: dict[str, dict[str, Any]] = {
     **SPEEDS,
     "fp8": {"fp8": True},
-    "thin": {"thin_completions": True},
+    **{
+        f"stride{stride}_fp8_{above:g}": {
+            "completion_stride": stride,
+            "fp8": True,
+            "fp8_above_sigma": above,
+        }
+        for stride in (2, 3)
+        for above in (0.0, 0.5, 0.75)
+    },
+    "stride4": {"completion_stride": 4},
 }
 """Name -> settings of ``rollout``."""
 PUBLISHED = (0, 3, 7)

@@ -40,9 +40,12 @@ def settings(*names: str) -> list[str]:
     return [f"{key}={json.dumps(value)}" for name in names for key, value in known[name].items()]
 
 
-def quickstart(overrides: Sequence[str], rewards: Sequence[str] | None = None) -> Config:
-    """The quickstart's settings with overrides; of its rewards, only those named."""
-    config = load_config(ROOT / "configs" / "quickstart.yaml", list(overrides))
+def quickstart(
+    overrides: Sequence[str], rewards: Sequence[str] | None = None, path: Path | None = None
+) -> Config:
+    """Settings of a run, by default the quickstart's, with overrides; of its rewards, only those
+    named."""
+    config = load_config(path or ROOT / "configs" / "quickstart.yaml", list(overrides))
     names = config.rewards if rewards is None else rewards
     return config.model_copy(update={"rewards": {name: config.rewards[name] for name in names}})
 

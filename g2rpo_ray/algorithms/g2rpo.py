@@ -45,9 +45,12 @@ class G2rpo(Algorithm):
             noise = key.branch_noise(shape, k, sampling.members).to(device)
             mean = step.mean(anchor.latents[k], anchor.velocities[k])
             branches.append(step.sample(mean, noise))
-        thin = self.config.rollout.thin_completions
         completions = sampler.completions(
-            torch.stack(branches), [span[-1] for span in spans], self.granularities, embeds, thin
+            torch.stack(branches),
+            [span[-1] for span in spans],
+            self.granularities,
+            embeds,
+            self.config.rollout.completion_stride,
         )
         return Draw(
             sde_steps=steps,
@@ -64,7 +67,7 @@ class G2rpo(Algorithm):
         if not rollout.fp8:
             return 0
         branches = [
-            branch_plan(steps, span[-1], self.granularities, rollout.thin_completions)
+            branch_plan(steps, span[-1], self.granularities, rollout.completion_stride)
             for span in self.spans()
         ]
         levels = [float(self.sigmas[index]) for branch in branches for index in branch.indices]
@@ -81,9 +84,9 @@ class G2rpo(Algorithm):
         return family.schedule(sampling.steps, latents_of(self.config, family))
 
     def counts(self, iteration: int) -> RolloutCounts:  # noqa: ARG002
-        sampling, thin = self.config.sampling, self.config.rollout.thin_completions
+        sampling, stride = self.config.sampling, self.config.rollout.completion_stride
         ends = [span[-1] for span in self.spans()]
-        counts = count_g2rpo(sampling.steps, ends, self.granularities, sampling.members, thin)
+        counts = count_g2rpo(sampling.steps, ends, self.granularities, sampling.members, stride)
         # Members of another update need a pass of their own over the x_k that they share.
         passes = counts.learner_passes * self.config.learner.updates_per_iteration
         return replace(counts, learner_passes=passes)

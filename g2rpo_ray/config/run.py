@@ -355,17 +355,19 @@ class Config(Section):
 
     def _check_estimates(self) -> None:
         rollout, granularities = self.rollout, self.g2rpo.granularities
-        for key in ("fp8", "thin_completions"):
-            if getattr(rollout, key) and self.algorithm not in BRANCHING:
+        estimated = {"fp8": rollout.fp8, "completion_stride": rollout.completion_stride > 1}
+        for key, used in estimated.items():
+            if used and self.algorithm not in BRANCHING:
                 raise ValueError(
                     f"{rollout.asked(key)}, and algorithm is {self.algorithm}: only algorithm: "
                     "g2rpo and e_grpo have evaluations that are not trained on; leave it out"
                 )
-        thin = rollout.thin_completions and self.algorithm == "g2rpo"
-        if thin and 1 not in granularities:
+        stride, finest = rollout.completion_stride, min(granularities)
+        if self.algorithm == "g2rpo" and 1 < stride <= finest:
             raise ValueError(
-                f"{rollout.asked('thin_completions')}, and g2rpo.granularities is {granularities}: "
-                "it changes granularity 1 alone; leave it out"
+                f"{rollout.asked('completion_stride')}, and g2rpo.granularities is "
+                f"{granularities}, of which none is finer: nothing would be saved. Use a stride "
+                f"of {finest + 1} or more, or 1"
             )
         if rollout.fp8 and rollout.gpus_per_worker and self.model.dtype != "bfloat16":
             # PyTorch's kernels add no bias to a float32 answer.

@@ -9,7 +9,6 @@ this is the published behaviour.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 
 def completion_indices(steps: int, sde_step: int, granularity: int) -> list[int]:
@@ -33,26 +32,13 @@ def completion_indices(steps: int, sde_step: int, granularity: int) -> list[int]
     return [sde_step + 1, *range(sde_step + 2, steps + 1, granularity)]
 
 
-class Step(NamedTuple):
-    """A deterministic step to another schedule index."""
-
-    to_index: int
-    second_order: bool = False
-    """By the multistep solver of second order; else by Euler's method."""
-
-
-def completion_steps(steps: int, sde_step: int, granularity: int, thin: bool = False) -> list[Step]:
-    """The steps of a completion after its first evaluation, which is at index ``sde_step + 1``.
+def evaluated_indices(steps: int, sde_step: int, stride: int) -> list[int]:
+    """Schedule indices at which a walk that all granularities share is evaluated.
 
     Args:
-        thin: make granularity 1 cheaper: after its first step it visits every other index, by steps
-            of second order. Other granularities stay as they are.
+        stride: every so many steps of the schedule from the branch on, and at the last, T - 1.
     """
-    if not (thin and granularity == 1):
-        return [Step(index) for index in completion_indices(steps, sde_step, granularity)[1:]]
-    first, *others = completion_indices(steps, sde_step, 2)[1:]
-    end = [] if (others or [first])[-1] == steps else [steps]
-    return [Step(first), *(Step(index, second_order=True) for index in [*others, *end])]
+    return [*range(sde_step + 1, steps - 1, stride), steps - 1]
 
 
 @dataclass
@@ -61,10 +47,10 @@ class PlanNode:
 
     index: int
     """Schedule index at which the network is evaluated."""
-    children: "dict[Step, PlanNode]" = field(default_factory=dict)
-    """Next step -> the evaluation after it."""
+    children: "dict[int, PlanNode]" = field(default_factory=dict)
+    """Next index of a grid -> the evaluation there."""
     completes: list[int] = field(default_factory=list)
-    """Positions (in the recipe's list) of the granularities whose result is this x_0 prediction."""
+    """Positions (in the recipe's list) of the granularities whose result is complete with this."""
 
     @property
     def depth(self) -> int:
@@ -84,15 +70,23 @@ class PlanNode:
 
 
 def branch_plan(
-    steps: int, sde_step: int, granularities: Sequence[int], thin: bool = False
+    steps: int, sde_step: int, granularities: Sequence[int], stride: int = 1
 ) -> PlanNode:
-    """Tree of the evaluations that one branch needs, with common prefixes of the grids merged."""
+    """Tree of the evaluations that one branch needs.
+
+    With stride 1 each granularity walks its own grid, and common prefixes are merged; above 1 one
+    walk serves all of them (``maths/shared_walk.py``).
+    """
     root = PlanNode(index=sde_step + 1)
     for position, granularity in enumerate(granularities):
         node = root
-        # Nothing is evaluated where the last step ends.
-        for step in completion_steps(steps, sde_step, granularity, thin)[:-1]:
-            node = node.children.setdefault(step, PlanNode(step.to_index))
+        if stride > 1:
+            path = evaluated_indices(steps, sde_step, stride)
+        else:
+            # Nothing is evaluated where the last step ends.
+            path = completion_indices(steps, sde_step, granularity)[:-1]
+        for index in path[1:]:
+            node = node.children.setdefault(index, PlanNode(index))
         node.completes.append(position)
     return root
 
@@ -116,13 +110,13 @@ def count_g2rpo(
     sde_steps: Sequence[int],
     granularities: Sequence[int],
     members: int,
-    thin: bool = False,
+    stride: int = 1,
 ) -> RolloutCounts:
     """Exact counts of a G2RPO prompt with shared prefixes and no evaluation for the SDE step.
 
     The anchor is counted whole (T evaluations): its end is the picture that progress is shown on.
     """
-    branches = sum(branch_plan(steps, k, granularities, thin).evaluations for k in sde_steps)
+    branches = sum(branch_plan(steps, k, granularities, stride).evaluations for k in sde_steps)
     return RolloutCounts(
         groups=len(sde_steps),
         evaluations=steps + members * branches,

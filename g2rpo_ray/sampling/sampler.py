@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from g2rpo_ray.maths.dpm_solver import dpm_solver_step
-from g2rpo_ray.maths.granularity import PlanNode, branch_plan
+from g2rpo_ray.maths.granularity import PlanNode, branch_plan, completion_indices
 from g2rpo_ray.maths.sde import SdeStep, euler_step, predict_x0
+from g2rpo_ray.maths.shared_walk import Evaluation, read_steps, walk_ahead
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.latents import LatentShape
 from g2rpo_ray.sampling.evaluator import Evaluator
@@ -42,8 +43,10 @@ class _Pending:
     position: int = field(compare=False)
     member: int = field(compare=False)
     x: Tensor = field(compare=False)
-    previous: tuple[Tensor, float] | None = field(compare=False)
-    """x_0 that the evaluation before promised, and its sigma; none at a branch."""
+    read: dict[int, Tensor] = field(compare=False)
+    """Of a walk that all granularities share: the latents on the coarser grids, by position."""
+    previous: Evaluation | None = field(compare=False, default=None)
+    """The evaluation before; none at a branch."""
 
 
 class Sampler:
@@ -150,7 +153,7 @@ class Sampler:
         step_indices: Sequence[int],
         granularities: Sequence[int],
         embeds: Conditioning,
-        thin: bool = False,
+        stride: int = 1,
     ) -> Iterator[tuple[int, Tensor]]:
         """Finish every branch by ODE on every granularity, sharing common prefixes.
 
@@ -161,19 +164,26 @@ class Sampler:
             branches: float32 ``[K, M, tokens, channels]``: x_{k+1} of every member.
             step_indices: the K SDE steps k.
             granularities: Lambda.
-            thin: granularity 1 by fewer steps of second order, see ``completion_steps``.
+            stride: above 1, the network is evaluated at every so many steps only, on one walk
+                for all granularities (``maths/shared_walk.py``).
 
         Yields:
             ``(position of the step in step_indices, x_0 float32 [granularities, M, tokens,
             channels])``, each step once, as soon as it is complete.
         """
         members = branches.shape[1]
+        # The x_0 prediction of a grid's last evaluation is a step to sigma 0.
+        grids = [
+            [[*completion_indices(self.steps, k, g)[:-1], self.steps] for g in granularities]
+            for k in step_indices
+        ]
         # A batch is of one evaluator.
         queues: dict[Evaluator, list[_Pending]] = {self.exact: [], self.estimate: []}
+        coarser = [p for p, g in enumerate(granularities) if g > 1] if stride > 1 else []
         for position, (k, starts) in enumerate(zip(step_indices, branches, strict=True)):
-            root = branch_plan(self.steps, k, granularities, thin)
+            root = branch_plan(self.steps, k, granularities, stride)
             for member, x in enumerate(starts):
-                self._push(queues, root, position, member, x)
+                self._push(queues, root, position, member, x, dict.fromkeys(coarser, x))
         results = branches.new_empty(len(step_indices), len(granularities), *branches.shape[1:])
         missing = [len(granularities) * members] * len(step_indices)
 
@@ -186,34 +196,49 @@ class Sampler:
             v = evaluate(x, sigma, embeds)
             # For the batch at once: so small operations cost a card less than the host's call.
             x0 = predict_x0(x, v, sigma[:, None, None])
+            here = [Evaluation(item.node.index, row) for item, row in zip(batch, v, strict=True)]
+            reads = [
+                {
+                    place: read_steps(
+                        self._levels, latents, grids[item.position][place], at, item.previous
+                    )
+                    for place, latents in item.read.items()
+                }
+                for item, at in zip(batch, here, strict=True)
+            ]
             ends = [
-                (row, item.position, granularity, item.member)
+                (row, item.position, place, item.member)
                 for row, item in enumerate(batch)
-                for granularity in item.node.completes
+                for place in item.node.completes
             ]
             if ends:
                 rows, *places = map(list, zip(*ends, strict=True))
                 results[tuple(places)] = x0[rows]
-            for _, position, _, _ in ends:
+            for row, position, place, member in ends:
+                if place in reads[row]:
+                    results[position, place, member] = reads[row][place]
                 missing[position] -= 1
             moves = [
-                (row, step, child)
+                (row, index, child)
                 for row, item in enumerate(batch)
-                for step, child in item.node.children.items()
+                for index, child in item.node.children.items()
             ]
-            parents = torch.tensor([row for row, _, _ in moves], dtype=torch.long)
-            parents = parents.to(x.device, non_blocking=True)
-            sigma_next = self._sigmas_of([step.to_index for _, step, _ in moves], x)
-            next_x = euler_step(
-                x[parents], v[parents], sigma[parents, None, None], sigma_next[:, None, None]
-            )
-            promises = x0.unbind()
-            for (row, step, child), x_next in zip(moves, next_x, strict=True):
-                item, promised = batch[row], promises[row]
-                level, level_next = self._levels[item.node.index], self._levels[step.to_index]
-                if step.second_order:
-                    x_next = dpm_solver_step(item.x, promised, level, level_next, item.previous)
-                self._push(queues, child, item.position, item.member, x_next, (promised, level))
+            if stride > 1:
+                next_x = [
+                    walk_ahead(self._levels, batch[row].x, here[row], batch[row].previous, index)
+                    for row, index, _ in moves
+                ]
+            else:
+                parents = torch.tensor([row for row, _, _ in moves], dtype=torch.long)
+                parents = parents.to(x.device, non_blocking=True)
+                sigma_next = self._sigmas_of([index for _, index, _ in moves], x)
+                moved = euler_step(
+                    x[parents], v[parents], sigma[parents, None, None], sigma_next[:, None, None]
+                )
+                next_x = [*moved]
+            for (row, _, child), x_next in zip(moves, next_x, strict=True):
+                item = batch[row]
+                self._push(queues, child, item.position, item.member, x_next, reads[row], here[row])
             for position in sorted({item.position for item in batch}):
                 if missing[position] == 0:
                     yield position, results[position]
@@ -225,13 +250,14 @@ class Sampler:
         position: int,
         member: int,
         x: Tensor,
-        previous: tuple[Tensor, float] | None = None,
+        read: dict[int, Tensor],
+        previous: Evaluation | None = None,
     ) -> None:
         # Within a step the longest remaining path goes first, so that it ends with full batches.
         priority = (position, -node.depth, member, node.index)
         noisy = self._levels[node.index] > self._estimate_above
         queue = queues[self.estimate if noisy else self.exact]
-        heapq.heappush(queue, _Pending(priority, node, position, member, x, previous))
+        heapq.heappush(queue, _Pending(priority, node, position, member, x, read, previous))
 
     def _sigmas_of(self, indices: list[int], x: Tensor) -> Tensor:
         """``[len(indices)]`` beside ``x``."""

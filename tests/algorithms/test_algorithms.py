@@ -79,6 +79,19 @@ def test_g2rpo_costs_what_the_golden_numbers_say(granularities: list[int], expec
     assert assert_counts_hold(config) == expected
 
 
+@pytest.mark.parametrize("granularities", [[1], [1, 2], [1, 2, 3], [1, 3]])
+@pytest.mark.parametrize(("stride", "evaluations"), [(2, 52), (3, 39), (16, 16)])
+def test_a_shared_walk_costs_the_same_for_whatever_is_read_from_it(
+    granularities: list[int], stride: int, evaluations: int
+) -> None:
+    """16 - k evaluations by the stride, rounded up, and one at step 15 if that is not among them;
+    a stride of 16 leaves the first and the last."""
+    recipe = {"sde_steps": FIRST_EIGHT, "granularities": granularities}
+    rollout = {"batch_size": 64, "completion_stride": stride}
+    config = tiny_config("g2rpo", sampling=PAPER, g2rpo=recipe, rollout=rollout)
+    assert assert_counts_hold(config) == 16 + 12 * evaluations
+
+
 def test_e_grpo_merges_steps_until_their_entropy_is_enough() -> None:
     """sqrt(2 pi e) a sqrt(t / (1 - t) dt) by hand, with t = 3 u / (1 + 2 u), u = 1 - k / 16."""
 
@@ -108,6 +121,13 @@ def test_e_grpo_merges_steps_until_their_entropy_is_enough() -> None:
 def test_e_grpo_costs_an_anchor_and_the_rest_of_the_way_from_each_merged_step() -> None:
     config = tiny_config("e_grpo", sampling=PAPER, e_grpo={"first": 8}, rollout={"batch_size": 64})
     assert assert_counts_hold(config) == 16 + 12 * (15 + 14 + 12 + 10 + 7)
+    config = tiny_config(
+        "e_grpo",
+        sampling=PAPER,
+        e_grpo={"first": 8},
+        rollout={"batch_size": 64, "completion_stride": 2},
+    )
+    assert assert_counts_hold(config) == 16 + 12 * (8 + 8 + 7 + 6 + 4)
 
 
 def test_a_merged_step_is_one_gaussian_from_its_start_to_its_end() -> None:

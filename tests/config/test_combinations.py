@@ -110,20 +110,35 @@ from tests.config.quick import error_of, quickstart
             ["rollout: speed is fast, which sets fp8 to true, and fp8 is false", "speed: null"],
         ),
         (
-            ["rollout.speed=balanced", "rollout.fp8_above_sigma=0.3"],
-            ["rollout: speed is balanced, which sets fp8_above_sigma to 0.5, and", "is 0.3"],
+            ["rollout.speed=fast", "rollout.fp8_above_sigma=0.3"],
+            ["rollout: speed is fast, which sets fp8_above_sigma to 0.5, and", "is 0.3"],
         ),
         (
-            ["rollout.speed=exact", "rollout.thin_completions=true"],
-            ["rollout: speed is exact", "thin_completions to false", "thin_completions is true"],
+            ["rollout.speed=exact", "rollout.completion_stride=2"],
+            ["rollout: speed is exact", "completion_stride to 1, and completion_stride is 2"],
         ),
         (
             ["algorithm=flow_grpo", "rollout.speed=balanced"],
-            ["rollout.speed is balanced, which sets fp8", "algorithm is flow_grpo"],
+            [
+                "rollout.speed is balanced, which sets completion_stride to 2",
+                "algorithm is flow_grpo",
+            ],
         ),
         (
-            ["g2rpo.granularities=[2]", "rollout.speed=fast"],
-            ["rollout.speed is fast, which sets thin_completions", "granularities is [2]"],
+            ["g2rpo.granularities=[2,3]", "rollout.speed=fast"],
+            [
+                "rollout.speed is fast, which sets completion_stride to 2",
+                "granularities is [2, 3]",
+                "a stride of 3 or more",
+            ],
+        ),
+        (
+            ["g2rpo.granularities=[3]", "rollout.completion_stride=2"],
+            ["rollout.completion_stride is 2", "granularities is [3]", "a stride of 4 or more"],
+        ),
+        (
+            ["algorithm=mix_grpo", "rollout.completion_stride=2"],
+            ["rollout.completion_stride is 2", "algorithm is mix_grpo"],
         ),
         (
             ["rollout.speed=fast", "rollout.gpus_per_worker=1", "model.dtype=float32"],
@@ -181,7 +196,10 @@ def test_impossible_combination(overrides: list[str], named: list[str]) -> None:
         # Each has its own pipeline and members that share x_k.
         ["algorithm=diffusion_nft", "pipeline=one_step_off", "learner.zero_stage=3"],
         ["algorithm=e_grpo", "e_grpo.first=5", "learner.steps_per_pass=2", "rollout.batch_size=4"],
-        ["algorithm=e_grpo", "e_grpo.first=5", "rollout.thin_completions=true"],
+        ["algorithm=e_grpo", "e_grpo.first=5", "rollout.completion_stride=2"],
+        # Of each granularity, not only of 1, the walk between is estimated.
+        ["g2rpo.granularities=[2]", "rollout.completion_stride=3"],
+        ["g2rpo.granularities=[1,3]", "rollout.speed=balanced"],
         # A window over the whole schedule has one place, whatever the stride.
         ["algorithm=mix_grpo", "mix_grpo.window=5"],
         ["algorithm=mix_grpo", "mix_grpo.window=3", "mix_grpo.stride=2"],

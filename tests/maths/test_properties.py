@@ -14,10 +14,8 @@ from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.maths.choices import Combination, Normalisation, SdeKind
 from g2rpo_ray.maths.dpm_solver import dpm_solver_step
 from g2rpo_ray.maths.granularity import (
-    Step,
     branch_plan,
     completion_indices,
-    completion_steps,
     compressed_indices,
     count_g2rpo,
     count_published_order,
@@ -361,7 +359,7 @@ def test_the_plan_reaches_every_grid_and_shares_its_prefixes(
         node, path = walk.pop()
         for position in node.completes:
             reached[position] = path
-        walk += [(child, [*path, step.to_index]) for step, child in node.children.items()]
+        walk += [(child, [*path, index]) for index, child in node.children.items()]
     grids = [completion_indices(steps, k, granularity)[:-1] for granularity in recipe]
     assert [reached[position] for position in range(len(recipe))] == grids
     assert branch_plan(steps, k, recipe).depth == max(map(len, grids))
@@ -370,20 +368,25 @@ def test_the_plan_reaches_every_grid_and_shares_its_prefixes(
     )
 
 
-@given(st.integers(3, 25), st.data())
-def test_a_thin_completion_ends_at_zero_with_half_the_evaluations(
-    steps: int, data: st.DataObject
+@given(st.integers(3, 25), st.integers(2, 30), st.data())
+def test_a_shared_walk_is_evaluated_at_its_ends_and_every_stride_between(
+    steps: int, stride: int, data: st.DataObject
 ) -> None:
-    k = data.draw(st.integers(0, steps - 2))
-    fine, thin = completion_steps(steps, k, 1), completion_steps(steps, k, 1, thin=True)
-    assert thin[0] == fine[0] == Step(k + 2)
-    assert thin[-1].to_index == steps
-    assert all(step.second_order for step in thin[1:])
-    assert len(thin) == 1 + (len(fine) - 1 + 1) // 2
-    # Other granularities are not touched, and share the evaluations before the first such step.
-    assert completion_steps(steps, k, 2, thin=True) == completion_steps(steps, k, 2)
-    together = count_g2rpo(steps, [k], [1, 2], 4, thin=True).evaluations
-    assert together <= count_g2rpo(steps, [k], [1, 2], 4).evaluations
+    k, recipe = data.draw(st.integers(0, steps - 2)), [1, 2, 3]
+    root = node = branch_plan(steps, k, recipe, stride)
+    path = [node.index]
+    while node.children:
+        assert not node.completes
+        [(index, node)] = node.children.items()
+        assert index == node.index
+        path.append(index)
+    assert node.completes == [0, 1, 2]
+    assert (path[0], path[-1]) == (k + 1, steps - 1)
+    gaps = [b - a for a, b in pairwise(path)]
+    assert all(gap == stride for gap in gaps[:-1])
+    assert all(1 <= gap <= stride for gap in gaps)
+    assert root.depth == root.evaluations == len(path)
+    assert count_g2rpo(steps, [k], recipe, 4, stride).evaluations == steps + 4 * len(path)
 
 
 @given(st.integers(3, 50), st.floats(0.01, 1), st.data())

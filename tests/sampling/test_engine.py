@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import Config, LoraSection
+from g2rpo_ray.maths.granularity import completion_indices
 from g2rpo_ray.models.attention import AttentionBackendError
 from g2rpo_ray.models.batches import BatchSize, DeviceMemoryError, largest_batch
 from g2rpo_ray.models.conditioning import Conditioning
@@ -181,8 +183,8 @@ def test_a_card_without_float8_products_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    config = tiny_config(tmp_path, "rollout.speed=fast", "model.dtype=bfloat16")
-    asked = r"rollout.speed is fast, which sets fp8: .* capability 8\.0, .* need 8\.9"
+    config = tiny_config(tmp_path, "rollout.fp8=true", "model.dtype=bfloat16")
+    asked = r"rollout.fp8 is true: .* capability 8\.0, .* need 8\.9"
     with pytest.raises(Float8Error, match=asked):
         RolloutEngine(config, CARD)
 
@@ -216,30 +218,62 @@ def test_fixed_shapes_change_no_number_and_show_two_shapes() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 5, 64])
-def test_thin_completions_are_counted_and_stay_near_the_exact_ones(
-    tmp_path: Path, batch: int
+@pytest.mark.parametrize(("stride", "share", "near"), [(2, 0.62, 0.01), (3, 0.5, 0.02)])
+def test_completions_by_a_shared_walk_are_counted_and_stay_near_the_exact_ones(
+    tmp_path: Path, batch: int, stride: int, share: float, near: float
 ) -> None:
     overrides = ["sampling.steps=12", "rollout.decode_batch_size=3", f"rollout.batch_size={batch}"]
     exact = tiny_config(tmp_path, *overrides)
-    thin = tiny_config(tmp_path, *overrides, "rollout.thin_completions=true")
+    shared = tiny_config(tmp_path, *overrides, f"rollout.completion_stride={stride}")
     prompt = encode(exact)[0]
-    summary, group = RolloutWorker(thin, REDNESS).rollout(prompt, 0, 0)
+    summary, group = RolloutWorker(shared, REDNESS).rollout(prompt, 0, 0)
     exact_summary, exact_group = RolloutWorker(exact, REDNESS).rollout(prompt, 0, 0)
-    assert summary.evaluations == make_algorithm(thin).counts(0).evaluations
-    assert summary.evaluations < 0.8 * exact_summary.evaluations
-    # What is trained on is the same to the bit, and so are the rewards of the other granularity.
+    assert summary.evaluations == make_algorithm(shared).counts(0).evaluations
+    assert summary.evaluations < share * exact_summary.evaluations
+    # What is trained on is the same to the bit.
     assert torch.equal(group.latents, exact_group.latents)
     assert torch.equal(group.velocities, exact_group.velocities)
-    torch.testing.assert_close(group.rewards[:, 1], exact_group.rewards[:, 1], rtol=0, atol=1e-3)
-    assert not torch.equal(group.rewards[:, 0], exact_group.rewards[:, 0])
-    torch.testing.assert_close(group.rewards[:, 0], exact_group.rewards[:, 0], rtol=0, atol=0.02)
+    assert not torch.equal(group.rewards, exact_group.rewards)
+    torch.testing.assert_close(group.rewards, exact_group.rewards, rtol=0, atol=near)
 
 
-def test_thin_completions_need_granularity_1(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"thin_completions .* g2rpo.granularities is \[2\]"):
-        tiny_config(tmp_path, "rollout.thin_completions=true", "g2rpo.granularities=[2]")
-    with pytest.raises(ConfigError, match=r"rollout.fp8 .* algorithm: g2rpo"):
-        tiny_config(tmp_path, "rollout.fp8=true", "algorithm=flow_grpo")
+@pytest.mark.parametrize("stride", [2, 3, 5])
+def test_a_shared_walk_is_the_one_written_out_here(tmp_path: Path, stride: int) -> None:
+    steps, recipe = 9, [1, 2, 3, 4]
+    config = tiny_config(tmp_path, f"sampling.steps={steps}")
+    sampler = RolloutEngine(config, CPU).sampler(steps)
+    embeds, s = encode(config)[0].embeds, sampler.sigmas.double().numpy()
+    step_indices = [0, 3, 7]
+    branches = torch.randn(3, 2, *sampler.shape.packed, generator=torch.Generator().manual_seed(5))
+    found = dict(sampler.completions(branches, step_indices, recipe, embeds, stride))
+    for position, k in enumerate(step_indices):
+        nodes = sorted({*range(k + 1, steps, stride), steps - 1})
+        x, v = branches[position].double(), {}
+        for i in range(k + 1, steps):
+            if i in nodes:
+                level = torch.full((2,), s[i], dtype=torch.float32)
+                here = v[i] = sampler.exact(x.float(), level, embeds).double()
+            elif len(v) == 1:
+                here = v[k + 1]
+            else:
+                # A straight line through the last two.
+                a, b = [*v][-2:]
+                here = v[b] + (s[i] - s[b]) * (v[a] - v[b]) / (s[a] - s[b])
+            last, x = x, x + (s[i + 1] - s[i]) * here
+        wanted = [last - s[steps - 1] * v[steps - 1]]
+        for granularity in recipe[1:]:
+            visited = completion_indices(steps, k, granularity)[:-1]
+            x = branches[position].double()
+            for i, level in zip(visited, [*s[visited[1:]], 0.0], strict=True):
+                shares = [
+                    np.interp(-s[i], [-s[n] for n in nodes], [float(n == m) for n in nodes])
+                    for m in nodes
+                ]
+                x = x + (level - s[i]) * sum(c * v[m] for c, m in zip(shares, nodes, strict=True))
+            wanted.append(x)
+        torch.testing.assert_close(
+            found[position].double(), torch.stack(wanted), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_float8_rounds_each_row_by_its_own_scale() -> None:
