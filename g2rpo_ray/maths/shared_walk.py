@@ -7,15 +7,16 @@ of the shared walk, interpolated between two evaluations.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from torch import Tensor
 
 from g2rpo_ray.maths.sde import euler_step
 
 
-class Evaluation(NamedTuple):
+@dataclass(frozen=True)
+class Evaluation:
     """One of a walk."""
 
     index: int

@@ -28,7 +28,7 @@ from g2rpo_ray.sampling.sampler import Sampler
 
 ROOM = (
     "rollout.gpus_per_worker gives it more of the card; model.frozen_dtype=float8 and "
-    "rollout.speed=exact need less, and so do fewer roles on one card"
+    "rollout.fp8=false need less, and so do fewer roles on one card"
 )
 """What to change where a worker's memory ends."""
 

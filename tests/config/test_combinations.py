@@ -106,12 +106,12 @@ from tests.config.quick import error_of, quickstart
             ["rollout.fp8 is true", "g2rpo and e_grpo"],
         ),
         (
-            ["rollout.speed=fast", "rollout.fp8=false"],
-            ["rollout: speed is fast, which sets fp8 to true, and fp8 is false", "speed: null"],
+            ["rollout.speed=fast", "rollout.fp8=true"],
+            ["rollout: speed is fast, which sets fp8 to false, and fp8 is true", "speed: null"],
         ),
         (
-            ["rollout.speed=fast", "rollout.fp8_above_sigma=0.3"],
-            ["rollout: speed is fast, which sets fp8_above_sigma to 0.5, and", "is 0.3"],
+            ["rollout.speed=balanced", "rollout.completion_stride=3"],
+            ["rollout: speed is balanced, which sets completion_stride to 2, and", "is 3"],
         ),
         (
             ["rollout.speed=exact", "rollout.completion_stride=2"],
@@ -125,9 +125,9 @@ from tests.config.quick import error_of, quickstart
             ],
         ),
         (
-            ["g2rpo.granularities=[2,3]", "rollout.speed=fast"],
+            ["g2rpo.granularities=[2,3]", "rollout.speed=balanced"],
             [
-                "rollout.speed is fast, which sets completion_stride to 2",
+                "rollout.speed is balanced, which sets completion_stride to 2",
                 "granularities is [2, 3]",
                 "a stride of 3 or more",
             ],
@@ -141,8 +141,8 @@ from tests.config.quick import error_of, quickstart
             ["rollout.completion_stride is 2", "algorithm is mix_grpo"],
         ),
         (
-            ["rollout.speed=fast", "rollout.gpus_per_worker=1", "model.dtype=float32"],
-            ["rollout.speed is fast, which sets fp8", "model.dtype is float32", "bfloat16"],
+            ["rollout.fp8=true", "rollout.gpus_per_worker=1", "model.dtype=float32"],
+            ["rollout.fp8 is true", "model.dtype is float32", "bfloat16"],
         ),
         (["rollout.speed=[fast]"], ["rollout.speed", "'exact', 'balanced' or 'fast'"]),
         (["algorithm=e_grpo"], ["e_grpo.first is 8", "0 to 4"]),

@@ -296,7 +296,7 @@ def test_seconds_of_a_prompt_against_measured_speeds(card: str, setting: str) ->
 
 
 def test_a_float8_copy_is_counted(tmp_path: Path) -> None:
-    config = load_config(QUICKSTART, [f"run_dir={tmp_path}", "rollout.speed=fast"])
+    config = load_config(QUICKSTART, [f"run_dir={tmp_path}", "rollout.fp8=true"])
     predictor = Predictor(config, load_costs(), CPU)
     twin = Float8Twin(load_policy(config))
     held = sum(b.nbytes for layer in twin._layers for b in layer.buffers())
@@ -307,9 +307,12 @@ def test_a_float8_copy_is_counted(tmp_path: Path) -> None:
 
 def test_a_plan_says_which_speed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(QUICKSTART), "rollout.speed=fast"]) == 0
+    assert "speed  fast: completions evaluated every 3 steps" in capsys.readouterr().out
+    rough = ["rollout.fp8=true", "rollout.fp8_above_sigma=0.5", "rollout.completion_stride=2"]
+    assert main(["plan", str(QUICKSTART), *rough]) == 0
     printed = capsys.readouterr().out
     ways = "float8 products above noise level 0.5, completions evaluated every 2 steps"
-    assert f"speed  fast: {ways}" in printed
+    assert f"speed  {ways}" in printed
     assert "no evaluation_float8 was measured" not in printed
 
 
