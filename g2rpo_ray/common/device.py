@@ -64,19 +64,18 @@ def compute_the_same_bits() -> None:
 
     It is to be called before the first matrix product, which fixes cuBLAS's workspace.
     """
-    from torch._inductor import config as compiler
-
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # No kernel is chosen by its time, and no convolution adds in any order.
-    compiler.deterministic = True
+    # No convolution adds in any order, and no kernel is chosen by its time: the compiler's own
+    # setting for that follows this one, at the end of every compilation.
     torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def add_in_one_order() -> None:
     """After ``compute_the_same_bits``, for who trains: backward passes, too. An operation that
     cannot is an error."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def describe_device(gpus: float, setting: str) -> str:
