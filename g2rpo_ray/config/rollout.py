@@ -117,6 +117,19 @@ class RolloutSection(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _leave_out_what_was(cls, tree: Any) -> Any:
+        """Runs that began before December 2026 have ``thin_completions`` in their settings."""
+        if not isinstance(tree, dict) or "thin_completions" not in tree:
+            return tree
+        if tree["thin_completions"] is not False:
+            raise ValueError(
+                "thin_completions is gone: leave it out and set completion_stride (2 is closer to "
+                "exact completions than it was, and faster)"
+            )
+        return {key: value for key, value in tree.items() if key != "thin_completions"}
+
+    @model_validator(mode="before")
+    @classmethod
     def _set_speed(cls, tree: Any) -> Any:
         speed = tree.get("speed") if isinstance(tree, dict) else None
         settings = SPEEDS.get(speed, {}) if isinstance(speed, str) else {}

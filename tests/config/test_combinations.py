@@ -110,6 +110,10 @@ from tests.config.quick import error_of, quickstart
             ["rollout: speed is fast, which sets fp8 to false, and fp8 is true", "speed: null"],
         ),
         (
+            ["rollout.thin_completions=true"],
+            ["rollout", "thin_completions is gone", "set completion_stride"],
+        ),
+        (
             ["rollout.speed=balanced", "rollout.completion_stride=3"],
             ["rollout: speed is balanced, which sets completion_stride to 2, and", "is 3"],
         ),

@@ -49,3 +49,7 @@ def test_flash3_is_for_compiled_bfloat16_on_cards(overrides: tuple[str, ...], sa
     assert said in error_of(asked, *overrides)
     fine = quickstart(asked, "rollout.gpus_per_worker=0.5", "model.dtype=bfloat16")
     assert fine.rollout.attention == "flash3"
+
+
+def test_settings_of_runs_before_a_setting_went_are_read() -> None:
+    assert quickstart("rollout.thin_completions=false") == quickstart()
