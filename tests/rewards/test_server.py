@@ -424,9 +424,9 @@ def test_others_can_start_while_a_scorer_that_has_its_room_still_loads(
     }
     rewards = {"mine": RewardSection(kind="python", options=options, cpus_per_replica=0.1)}
     with reward_servers("late", rewards, 360, private_cluster=False, wait="room") as handles:
-        assert [it["State"] for it in actors().values() if "::late-mine#" in it["Name"]] == [
-            "ALIVE"
-        ]
+        states = [it["State"] for it in actors().values() if "::late-mine#" in it["Name"]]
+        # A process that a busy machine lost at its start is replaced, and counted still.
+        assert [state for state in states if state != "DEAD"] == ["ALIVE"]
         (tmp_path / "now").touch()
         wait_for_servers("late", rewards, 360)
         client = RewardClient(handles, rewards, stop_on_invalid=True)
