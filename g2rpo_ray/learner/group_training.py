@@ -153,8 +153,9 @@ class GroupTraining:
         references: Sequence[Tensor | None] = [None] * len(parts)
         if self._config.learner.kl_weight > 0:
             with torch.no_grad(), _adapters_off(self._engine.policy.transformer):
-                references = of_reference = self._velocities(x, sigmas)
+                of_reference = self._velocities(x, sigmas)
             self._require_finite(of_reference, parts)
+            references = of_reference
         shares, numbers = list[float](), list[Tensor]()
         total = torch.zeros((), device=self._device)
         for (step, rows, members), velocity, reference in zip(

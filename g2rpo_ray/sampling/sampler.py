@@ -198,12 +198,7 @@ class Sampler:
             x0 = predict_x0(x, v, sigma[:, None, None])
             here = [Evaluation(item.node.index, row) for item, row in zip(batch, v, strict=True)]
             reads = [
-                {
-                    place: read_steps(
-                        self._levels, latents, grids[item.position][place], at, item.previous
-                    )
-                    for place, latents in item.read.items()
-                }
+                self._read_on(item, at, grids[item.position])
                 for item, at in zip(batch, here, strict=True)
             ]
             ends = [
@@ -229,19 +224,31 @@ class Sampler:
                     for row, index, _ in moves
                 ]
             else:
-                parents = torch.tensor([row for row, _, _ in moves], dtype=torch.long)
-                parents = parents.to(x.device, non_blocking=True)
-                sigma_next = self._sigmas_of([index for _, index, _ in moves], x)
-                moved = euler_step(
-                    x[parents], v[parents], sigma[parents, None, None], sigma_next[:, None, None]
-                )
-                next_x = [*moved]
+                rows = [row for row, _, _ in moves]
+                next_x = self._euler_steps(x, v, sigma, rows, [index for _, index, _ in moves])
             for (row, _, child), x_next in zip(moves, next_x, strict=True):
                 item = batch[row]
                 self._push(queues, child, item.position, item.member, x_next, reads[row], here[row])
             for position in sorted({item.position for item in batch}):
                 if missing[position] == 0:
                     yield position, results[position]
+
+    def _read_on(
+        self, item: _Pending, here: Evaluation, grids: Sequence[Sequence[int]]
+    ) -> dict[int, Tensor]:
+        """What a shared walk's evaluation makes of the latents on the coarser grids."""
+        return {
+            place: read_steps(self._levels, latents, grids[place], here, item.previous)
+            for place, latents in item.read.items()
+        }
+
+    def _euler_steps(
+        self, x: Tensor, v: Tensor, sigma: Tensor, rows: list[int], indices: list[int]
+    ) -> list[Tensor]:
+        """Of each of ``rows``, one step to its index; a row may be there for several."""
+        sigma_next = self._sigmas_of(indices, x)[:, None, None]
+        chosen = torch.tensor(rows, dtype=torch.long).to(x.device, non_blocking=True)
+        return [*euler_step(x[chosen], v[chosen], sigma[chosen, None, None], sigma_next)]
 
     def _push(
         self,
