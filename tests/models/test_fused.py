@@ -68,8 +68,10 @@ from tests.tiny import encode
 # 3 heads do not fill the kernel's tile of 4.
 attention = [differences(d, heads, 16, 7, 5, "cpu") for heads in (3, 4) for d in (False, True)]
 
-def error(name, *targets):
-    lora = {"rank": 2, "alpha": 3.0, "target_modules": targets or None}
+OPERATORS = ("product_with_gelu", "product_of_parts")
+
+def error(name, *targets, adapters=True):
+    lora = {"rank": 2, "alpha": 3.0, "target_modules": targets or None} if adapters else None
     config = family_config(name, f"model.lora={json.dumps(lora)}")
     (prompt,) = encode(config, ["a red circle"])
     policy = load_policy(config)
@@ -86,12 +88,17 @@ def error(name, *targets):
         as_before = torch.equal(policy(x, sigma, prompt.embeds), expected)
         for _, block in policy.blocks():
             block.compile(backend="aot_eager", fullgraph=True)
-        ours = policy(x, sigma, prompt.embeds)
-    return as_before, float((ours - expected).abs().max() / expected.abs().max())
+        with torch.profiler.profile() as profile:
+            ours = policy(x, sigma, prompt.embeds)
+    called = {event.key for event in profile.key_averages()}
+    inside = [f"g2rpo_ray::{operator}" in called for operator in OPERATORS]
+    return as_before, float((ours - expected).abs().max() / expected.abs().max()), inside
 
-whole = [error(name) for name in ("flux1_dev", "sd3", "qwen_image")]
+names = ("flux1_dev", "sd3", "qwen_image")
+whole = [error(name) for name in names]
 few = error("qwen_image", "attn.to_q", "attn.to_k", "attn.add_k_proj")
-print(json.dumps({"attention": attention, "networks": [*whole, few]}))
+plain = [error(name, adapters=False) for name in names]
+print(json.dumps({"attention": attention, "networks": [*whole, few, *plain]}))
 """
 
 
@@ -110,11 +117,20 @@ def test_attention_is_that_of_diffusers(found: Any) -> None:
 @pytest.mark.slow
 def test_compiled_networks_are_those_of_diffusers(found: Any) -> None:
     print(found["networks"])
-    assert len(found["networks"]) == 4
-    for as_before, error in found["networks"]:
+    assert len(found["networks"]) == 7
+    for as_before, error, _ in found["networks"]:
         # Outside compiled code nothing changes.
         assert as_before
         assert 0 < error < 1e-5
+
+
+@pytest.mark.slow
+def test_gelu_is_inside_the_products_that_have_no_adapter(found: Any) -> None:
+    flux, sd3, qwen, few, *plain = (inside for *_, inside in found["networks"])
+    # Adapters are in the feed-forward of FLUX.1 and Qwen-Image, but not in SD3's.
+    assert flux == qwen == [False, False]
+    assert plain == [[True, True], [True, False], [True, False]]
+    assert [sd3, few] == plain[1:]
 
 
 @pytest.mark.gpu
