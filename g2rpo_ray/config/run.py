@@ -369,6 +369,16 @@ class Config(Section):
                 f"{granularities}, of which none is finer: nothing would be saved. Use a stride "
                 f"of {finest + 1} or more, or 1"
             )
+        steps = self.sampling.steps
+        first = min(self.g2rpo.sde_steps) + 1 if self.algorithm == "g2rpo" else 1
+        # From the first evaluation of the longest walk to its last; a wider one says no more.
+        widest = max(1, steps - 1 - first)
+        if stride > widest:
+            raise ValueError(
+                f"{rollout.asked('completion_stride')}, and with sampling.steps={steps} the "
+                f"longest completion has steps {first} to {steps - 1}. Use "
+                + (f"a stride of 1 to {widest}" if widest > 1 else "1, or more steps")
+            )
         if rollout.fp8 and rollout.gpus_per_worker and self.model.dtype != "bfloat16":
             # PyTorch's kernels add no bias to a float32 answer.
             raise ValueError(

@@ -51,17 +51,18 @@ class PlanNode:
     """Next index of a grid -> the evaluation there."""
     completes: list[int] = field(default_factory=list)
     """Positions (in the recipe's list) of the granularities whose result is complete with this."""
-
-    @property
-    def depth(self) -> int:
-        """Evaluations on the longest path from here to a result, this one included."""
-        return 1 + max((child.depth for child in self.children.values()), default=0)
+    depth: int = 1
+    """Evaluations on the longest path from here to a result, this one included."""
 
     @property
     def indices(self) -> list[int]:
         """Schedule indices of all evaluations in the tree below and including this node."""
-        below = [index for child in self.children.values() for index in child.indices]
-        return [self.index, *below]
+        found, open_nodes = list[int](), [self]
+        while open_nodes:
+            node = open_nodes.pop()
+            found.append(node.index)
+            open_nodes += node.children.values()
+        return found
 
     @property
     def evaluations(self) -> int:
@@ -85,8 +86,10 @@ def branch_plan(
         else:
             # Nothing is evaluated where the last step ends.
             path = completion_indices(steps, sde_step, granularity)[:-1]
-        for index in path[1:]:
+        node.depth = max(node.depth, len(path))
+        for passed, index in enumerate(path[1:], 1):
             node = node.children.setdefault(index, PlanNode(index))
+            node.depth = max(node.depth, len(path) - passed)
         node.completes.append(position)
     return root
 

@@ -145,6 +145,22 @@ from tests.config.quick import error_of, quickstart
             ["rollout.completion_stride is 2", "algorithm is mix_grpo"],
         ),
         (
+            ["rollout.completion_stride=5"],
+            ["completion_stride is 5", "sampling.steps=6", "steps 1 to 5", "stride of 1 to 4"],
+        ),
+        (
+            ["g2rpo.sde_steps=[3,2]", "rollout.speed=fast"],
+            ["rollout.speed is fast", "completion has steps 3 to 5", "a stride of 1 to 2"],
+        ),
+        (
+            ["algorithm=e_grpo", "e_grpo.first=5", "rollout.completion_stride=100"],
+            ["rollout.completion_stride is 100", "a stride of 1 to 4"],
+        ),
+        (
+            ["g2rpo.sde_steps=[4]", "rollout.speed=balanced"],
+            ["which sets completion_stride to 2", "steps 5 to 5. Use 1, or more steps"],
+        ),
+        (
             ["rollout.fp8=true", "rollout.gpus_per_worker=1", "model.dtype=float32"],
             ["rollout.fp8 is true", "model.dtype is float32", "bfloat16"],
         ),
@@ -203,6 +219,10 @@ def test_impossible_combination(overrides: list[str], named: list[str]) -> None:
         ["algorithm=e_grpo", "e_grpo.first=5", "rollout.completion_stride=2"],
         # Of each granularity, not only of 1, the walk between is estimated.
         ["g2rpo.granularities=[2]", "rollout.completion_stride=3"],
+        # The last stride that says something: the longest walk's first evaluation and its last.
+        ["rollout.completion_stride=4"],
+        ["algorithm=e_grpo", "e_grpo.first=5", "rollout.completion_stride=4"],
+        ["g2rpo.sde_steps=[3]", "sampling.steps=7", "rollout.completion_stride=2"],
         ["g2rpo.granularities=[1,3]", "rollout.speed=balanced"],
         # A window over the whole schedule has one place, whatever the stride.
         ["algorithm=mix_grpo", "mix_grpo.window=5"],

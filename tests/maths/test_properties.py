@@ -1,6 +1,7 @@
 """Properties of the maths that hold for any input."""
 
 import math
+import sys
 from itertools import pairwise
 from statistics import fmean, stdev
 
@@ -359,6 +360,7 @@ def test_the_plan_reaches_every_grid_and_shares_its_prefixes(
         node, path = walk.pop()
         for position in node.completes:
             reached[position] = path
+        assert node.depth == 1 + max((child.depth for child in node.children.values()), default=0)
         walk += [(child, [*path, index]) for index, child in node.children.items()]
     grids = [completion_indices(steps, k, granularity)[:-1] for granularity in recipe]
     assert [reached[position] for position in range(len(recipe))] == grids
@@ -387,6 +389,14 @@ def test_a_shared_walk_is_evaluated_at_its_ends_and_every_stride_between(
     assert all(1 <= gap <= stride for gap in gaps)
     assert root.depth == root.evaluations == len(path)
     assert count_g2rpo(steps, [k], recipe, 4, stride).evaluations == steps + 4 * len(path)
+
+
+def test_a_plan_may_be_deeper_than_python_calls() -> None:
+    steps = 3 * sys.getrecursionlimit()
+    assert branch_plan(steps, 0, [1, 2]).depth == steps - 1
+    # They share the first two.
+    walks = (steps - 1) + steps // 2 - 2
+    assert count_g2rpo(steps, [0], [1, 2], 2).evaluations == steps + 2 * walks
 
 
 @given(st.integers(3, 50), st.floats(0.01, 1), st.data())
