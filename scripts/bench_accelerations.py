@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import measuring
+import program
 from bench_rollout import VARIANTS
 from comparing.runs import local_worker
 from g2rpo_ray.config import Config
@@ -69,7 +70,7 @@ def make_config(variant: str, path: Path | None = None) -> Config:
     else:
         chosen = VARIANTS[variant].items()
         settings += [f"rollout.{key}={json.dumps(value)}" for key, value in chosen]
-    return measuring.quickstart(settings, ["clip", "hps"], path)
+    return measuring.run_config(settings, ["clip", "hps"], path)
 
 
 def advantages(config: Config, prompts: list[Prompt]) -> tuple[Floats, int]:
@@ -89,4 +90,4 @@ def advantages(config: Config, prompts: list[Prompt]) -> tuple[Floats, int]:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 import measuring
+import program
 from g2rpo_ray.models.attention import flash3
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -300,4 +301,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

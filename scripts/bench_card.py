@@ -33,9 +33,11 @@ import yaml
 
 import measuring
 import memory_plot
+import program
 import rehearse
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
+from g2rpo_ray.config.files import read_settings
 from g2rpo_ray.plan.costs import load_costs
 from g2rpo_ray.plan.plan import as_json, make_plan
 from g2rpo_ray.tracking.metrics import read_metrics
@@ -79,8 +81,9 @@ def shares_of(config: Config, factor: float) -> list[str]:
 
 def write_recipe(options: argparse.Namespace, scratch: Path) -> Path:
     """The recipe without the rewards that only judge."""
-    tree = yaml.safe_load(options.recipe.read_text(encoding="utf-8"))
-    tree["rewards"] = {n: r for n, r in tree["rewards"].items() if r.get("weight", 1) > 0}
+    trained = load_config(options.recipe).trained_rewards
+    tree = read_settings(options.recipe, [])
+    tree["rewards"] = {n: reward for n, reward in tree["rewards"].items() if n in trained}
     recipe = scratch / options.recipe.name
     recipe.write_text(yaml.safe_dump(tree), encoding="utf-8")
     return recipe
@@ -212,4 +215,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

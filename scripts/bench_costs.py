@@ -13,7 +13,6 @@ import os
 import pickle
 import platform
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import measuring
+import program
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import LoraSection
 from g2rpo_ray.config.learner import LearnerSection
@@ -332,7 +332,7 @@ def true_size() -> Bench:
 
 def tiny_size() -> Bench:
     """The quickstart's networks and batches on one thread of the CPU, float32."""
-    config = measuring.quickstart([])
+    config = measuring.run_config([])
     folder = resolve_path(config.model.path)
     request = config.sampling.members * len(config.g2rpo.granularities)
     return Bench(
@@ -479,4 +479,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -18,6 +18,7 @@ import psutil
 import ray
 
 import measuring
+import program
 from g2rpo_ray.rollout.answers import RolloutSummary
 from g2rpo_ray.rollout.pool import RolloutPool
 
@@ -45,7 +46,7 @@ class Stub:
 
 def bench(workers: int, groups: int) -> dict[str, float]:
     """One row."""
-    config = measuring.quickstart(
+    config = measuring.run_config(
         ["run_dir=/tmp/unused", f"rollout.workers={workers}", "rollout.timeout_s=600"]
     )
     stubs = [
@@ -104,4 +105,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -30,6 +30,7 @@ import torch
 
 import measuring
 import memory_plot
+import program
 import rehearse
 import true_size
 from bench_scale import Bench
@@ -222,7 +223,7 @@ def main() -> int:
     rows = []
     for recipe in recipes:
         file = options.out / f"{recipe.stem}.json"
-        content = json.loads(file.read_text()) if file.is_file() else {}
+        content = measuring.read_json(file, dict[str, Any]) if file.is_file() else {}
         if "summary" in content:
             rows.append({"recipe": recipe.stem} | content["summary"])
         if "plan" in content:
@@ -239,4 +240,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

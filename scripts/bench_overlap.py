@@ -16,6 +16,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 import measuring
+import program
 from g2rpo_ray.config import save_config
 from g2rpo_ray.tracking.metrics import read_metrics
 
@@ -28,7 +29,7 @@ WARM_UP = 3
 def train(folder: Path, pipeline: str, seed: int, iterations: int) -> Path:
     """A run of its own process; gives its folder."""
     run_dir = folder / f"{pipeline}_{seed}"
-    config = measuring.quickstart(
+    config = measuring.run_config(
         [
             *measuring.settings("overlap"),
             f"run_dir={run_dir}",
@@ -99,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

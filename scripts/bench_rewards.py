@@ -28,6 +28,7 @@ from torch import Tensor
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 import measuring
+import program
 from g2rpo_ray.rewards.scorers.clip_features import DTYPES, ClipFeatures
 from g2rpo_ray.rewards.scorers.preprocess import ClipPreprocess, HpsPreprocess, to_device
 from g2rpo_ray.tiny_world import assets_dir
@@ -229,4 +230,4 @@ def show(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -28,6 +28,7 @@ from PIL import Image
 from torch import Tensor
 
 import measuring
+import program
 from g2rpo_ray.config import Config
 from g2rpo_ray.config.rollout import SPEEDS
 from g2rpo_ray.maths.granularity import completion_indices, count_published_order
@@ -112,7 +113,7 @@ def make_config(scratch: Path, tiny: bool, overrides: list[str]) -> Config:
         for reward in ("hps", "clip"):
             settings.append(f"rewards.{reward}.options={json.dumps(options)}")
     # The oracle knows only the tiny world's prompts.
-    return measuring.quickstart([*settings, *overrides], ["clip", "hps"])
+    return measuring.run_config([*settings, *overrides], ["clip", "hps"])
 
 
 class Results:
@@ -329,4 +330,4 @@ def device_of(config: Config) -> torch.device:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

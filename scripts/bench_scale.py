@@ -17,7 +17,6 @@ import argparse
 import faulthandler
 import json
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -32,6 +31,7 @@ import ray
 import torch
 
 import measuring
+import program
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
@@ -284,7 +284,7 @@ def make_config(options: argparse.Namespace, scratch: Path) -> tuple[Config, lis
         overrides += [f"rewards.hps.options={json.dumps(scorer)}"]
     overrides += [f"model.path={model}", f"run_dir={scratch / 'run'}", *options.overrides]
     # One reward is enough, and the others know only the tiny world's prompts.
-    return measuring.quickstart(overrides, ["hps"]), overrides
+    return measuring.run_config(overrides, ["hps"]), overrides
 
 
 def main() -> int:
@@ -312,4 +312,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import CLIPTokenizer, Owlv2Config, Owlv2ForObjectDetection, Owlv2ImageProcessor
 
 import measuring
+import program
 from g2rpo_ray.common.prompt_text import PromptText
 from g2rpo_ray.rewards.registry import make_scorer
 from g2rpo_ray.rewards.scorers.pictures import as_pictures
@@ -134,4 +135,4 @@ def hpsv3(folder: Path, device: str, tiny: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -16,6 +16,8 @@ from typing import Any
 
 import psutil
 
+import program
+
 LARGE = ("torch", "torch._dynamo", "diffusers", "transformers", "peft", "deepspeed", "open_clip",
          "torchvision", "ray.serve", "ray.data", "pandas", "gradio")  # fmt: skip
 
@@ -93,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import BertTokenizer, CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
+import program
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict, renamed
 from g2rpo_ray.rewards.scorers.clip_features import ClipFeatures
@@ -274,4 +275,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

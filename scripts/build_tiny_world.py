@@ -31,6 +31,7 @@ import yaml
 from pydantic import TypeAdapter
 
 import measuring
+import program
 from tiny_world.autoencoder import AutoencoderEffort, train_autoencoder
 from tiny_world.fitting import Paused, Session
 from tiny_world.flux import FluxEffort, train_flux
@@ -262,4 +263,4 @@ def _readme(options: argparse.Namespace, result: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

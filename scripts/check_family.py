@@ -10,14 +10,13 @@ the pipeline that the folder needs (tiny text encoders do) are ``common`` of its
 
 import argparse
 import inspect
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from g2rpo_ray.common.errors import InputError
+import program
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import ModelSection
 from g2rpo_ray.models.families import open_family
@@ -103,12 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the noise")
     parser.add_argument("--prompt", default="a red circle left of a green triangle")
     options = parser.parse_args(arguments)
-    try:
-        folder = resolve_path(options.folder)
-        family = open_family(folder)
-    except InputError as problem:
-        print(problem)
-        return 2
+    folder = resolve_path(options.folder)
+    family = open_family(folder)
     expected, their_picture = by_diffusers(family, folder, options)
     latents, picture = by_us(family, folder, options, expected[0])
     pairs = zip(latents, expected, strict=True)
@@ -123,4 +118,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

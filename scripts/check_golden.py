@@ -9,7 +9,6 @@ section; exit code 1 beyond the tolerance of 1e-5, 2 for a folder that cannot be
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import measuring
+import program
 from g2rpo_ray.maths.advantage import integrate_advantages
 from g2rpo_ray.maths.granularity import completion_indices, count_g2rpo, count_published_order
 from g2rpo_ray.maths.objective import clipped_policy_loss
@@ -253,4 +253,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -25,16 +25,17 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import yaml
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 import measuring
+import program
 from comparing.runs import BASE, Job, Point, Result, train
 from g2rpo_ray.config import load_config
 from side_by_side import side_by_side
@@ -62,6 +63,13 @@ def run_all(
     return sorted(results, key=lambda result: jobs.index(result.job))
 
 
+@dataclass
+class Compared:
+    """What is read of an earlier ``--json``."""
+
+    runs: Annotated[list[Result], Field(min_length=1)]
+
+
 def as_json(results: Sequence[Result]) -> Any:
     """Without what says where they were made."""
     places = {"__all__": {"job": {"config", "keep", "until_s"}}}
@@ -77,7 +85,7 @@ def learning_rates(options: argparse.Namespace, templates: Sequence[Job]) -> dic
         return dict.fromkeys(options.rows, options.learning_rates[0])
     known: dict[str, float] = {}
     if options.tuning.exists():
-        known = json.loads(options.tuning.read_text())
+        known = measuring.read_json(options.tuning, dict[str, float])
     if missing := [template for template in templates if template.row not in known]:
         jobs = [
             replace(
@@ -286,8 +294,7 @@ def main() -> int:
         for row in options.rows
     ]
     if options.runs:
-        runs = json.loads(options.runs.read_text())["runs"]
-        results = TypeAdapter(list[Result]).validate_python(runs)
+        results = measuring.read_json(options.runs, Compared).runs
     else:
         tuned = [each for each in templates if each.row not in own_rates]
         rates = learning_rates(options, tuned) | own_rates
@@ -360,4 +367,4 @@ def make_report(results: Sequence[Result], options: argparse.Namespace) -> dict[
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

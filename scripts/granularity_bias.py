@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import measuring
+import program
 from comparing.ranking import FINE, Correlations, all_ways, markdown, plot, rows_of, with_interval
 from comparing.runs import LocalScoring, local_worker
 from g2rpo_ray.config import load_config
@@ -154,8 +156,11 @@ def read_data(path: Path | None) -> dict[int, npt.NDArray[np.float32]]:
     """Scores of the prompts that a file holds."""
     if path is None or not path.exists():
         return {}
-    with np.load(path) as file:
-        return dict(zip(file["prompts"].tolist(), file["scores"], strict=True))
+    try:
+        with np.load(path) as file:
+            return dict(zip(file["prompts"].tolist(), file["scores"], strict=True))
+    except (OSError, ValueError, TypeError, KeyError, EOFError, BadZipFile) as error:
+        raise measuring.FileError(f"--data {path}: no scores of this script: {error}") from error
 
 
 def collect(study: Study, options: argparse.Namespace) -> dict[int, npt.NDArray[np.float32]]:
@@ -233,4 +238,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -9,7 +9,6 @@ card under CUDA's MPS. Where ``--limit-s`` ends it, it ends with 3, and the same
 ``OUT/world.md`` says whether the conditions hold; if one does not, it ends with 1.
 """
 
-import json
 import subprocess
 import sys
 import time
@@ -19,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from pydantic import TypeAdapter
 
 import build_tiny_world
 import measuring
+import program
 from build_tiny_world import STAGES
 from comparing.runs import BASE, WEIGHTS, Point, Result, run_name
 from g2rpo_ray.common.files import replacing
@@ -193,7 +192,7 @@ class Found(NamedTuple):
 
 
 def base_oracle(folder: Folder) -> Found:
-    figures = json.loads(folder.figures.read_text())["figures"]
+    figures = measuring.read_json(folder.figures, dict[str, Any])["figures"]
     by_steps = {name.split("_")[2]: v for name, v in figures.items() if name.startswith("flux_ora")}
     low, high = BASE_ORACLE
     said = ", ".join(f"{value:.3f} at {steps}" for steps, value in by_steps.items())
@@ -205,7 +204,9 @@ def agreement(folder: Folder) -> Found:
     """One of both has to hold: on the tiny world, grids agreed less after training."""
     said, lowest = [], 1.0
     for weights, file in (("base", folder.bias), ("trained", folder.trained_bias)):
-        row = next(r for r in json.loads(file.read_text()) if r["row"] == "Λ={3}")
+        row = next(
+            r for r in measuring.read_json(file, list[dict[str, Any]]) if r["row"] == "Λ={3}"
+        )
         mean, low, high = row["with Λ={1}"]
         said.append(f"{weights} {mean:.3f} ({low:.3f}, {high:.3f})")
         lowest = min(lowest, mean)
@@ -214,8 +215,7 @@ def agreement(folder: Folder) -> Found:
 
 
 def read_results(folder: Folder) -> list[Result]:
-    adapter = TypeAdapter(Result)
-    return [adapter.validate_json(f.read_text()) for f in sorted(folder.runs.glob("*/result.json"))]
+    return [measuring.read_json(f, Result) for f in sorted(folder.runs.glob("*/result.json"))]
 
 
 def highest_oracle(results: Sequence[Result]) -> Found:
@@ -303,4 +303,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

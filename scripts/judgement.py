@@ -10,18 +10,18 @@ is settled where its difference's interval at the level of ``1 - 0.05 / pairs`` 
 is what was seen.
 """
 
-import json
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import measuring
+import program
 from comparing.runs import BASE
 
 Array = npt.NDArray[np.float64]
@@ -29,18 +29,32 @@ DRAWS = 4000
 Z = 1.96 + 0.84  # two-sided 5%, power .8
 
 
+@dataclass
+class Of:
+    """Whose result it is."""
+
+    row: str
+
+
+@dataclass
+class Judged:
+    """What is read of a run's result."""
+
+    job: Of
+    done: bool
+    judged: dict[int, dict[str, list[float]]]
+
+
 def read_runs(folder: Path) -> dict[str, dict[int, dict[str, Array]]]:
     """Row -> step count -> reward -> ``[seeds, prompts]``, of runs that are done."""
-    runs: dict[str, list[dict[str, Any]]] = {}
+    runs: dict[str, list[dict[int, dict[str, list[float]]]]] = {}
     for file in sorted(folder.glob("*/result.json")):
-        result = json.loads(file.read_text())
-        if result["done"] and result["judged"]:
-            runs.setdefault(result["job"]["row"], []).append(result["judged"])
+        result = measuring.read_json(file, Judged)
+        if result.done and result.judged:
+            runs.setdefault(result.job.row, []).append(result.judged)
     return {
         row: {
-            int(steps): {
-                reward: np.array([run[steps][reward] for run in judged]) for reward in rewards
-            }
+            steps: {reward: np.array([run[steps][reward] for run in judged]) for reward in rewards}
             for steps, rewards in judged[0].items()
         }
         for row, judged in runs.items()
@@ -130,4 +144,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

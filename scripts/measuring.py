@@ -16,9 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 import yaml
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.paths import resolve_path
+from g2rpo_ray.common.section import problems
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family
@@ -40,7 +43,7 @@ def settings(*names: str) -> list[str]:
     return [f"{key}={json.dumps(value)}" for name in names for key, value in known[name].items()]
 
 
-def quickstart(
+def run_config(
     overrides: Sequence[str], rewards: Sequence[str] | None = None, path: Path | None = None
 ) -> Config:
     """Settings of a run, by default the quickstart's, with overrides; of its rewards, only those
@@ -187,6 +190,29 @@ def make_parser(description: str | None, needs_file: bool = False) -> argparse.A
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--json", type=Path, required=needs_file, help="where results go")
     return parser
+
+
+class FileError(InputError):
+    """A file that was given is missing, or not what the script reads."""
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """Content of a JSON file, as pydantic makes a ``kind`` of it; keys that it has not are left
+    out.
+
+    Raises:
+        FileError: it cannot be read, is no JSON, or not of this kind.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first, *more = problems(error)
+        others = f" (and {len(more)} more)" if more else ""
+        # Of the whole file there is no key.
+        what = f"{first.removeprefix(': ')}{others}"
+        raise FileError(f"{path}: not what this script reads: {what}") from error
 
 
 def write_json(path: Path | None, content: object) -> None:

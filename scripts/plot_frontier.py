@@ -9,15 +9,32 @@ same settings on ``--card``.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import measuring
+import program
 from bench_rollout import VARIANTS
 from g2rpo_ray.config import load_config
 from g2rpo_ray.plan.costs import load_costs
 from g2rpo_ray.plan.prediction import Predictor
 
 RECIPE = measuring.ROOT / "configs" / "flux_g2rpo_hps_clip.yaml"
+
+
+@dataclass
+class Accuracy:
+    """What ``bench_accelerations.py`` found."""
+
+    variants: dict[str, dict[str, float]]
+
+
+@dataclass
+class Measured:
+    """What ``bench_rollout.py`` found."""
+
+    engine: dict[str, dict[str, Any]]
 
 
 def main() -> None:
@@ -27,8 +44,10 @@ def main() -> None:
     parser.add_argument("--card", default="H200", help="whose seconds are predicted (H200)")
     parser.add_argument("--plot", type=Path, required=True, help="the SVG to write")
     options = parser.parse_args()
-    worlds = {path.stem: json.loads(path.read_text())["variants"] for path in options.accuracy}
-    measured = json.loads(options.seconds.read_text())["engine"] if options.seconds else {}
+    worlds = {path.stem: measuring.read_json(path, Accuracy).variants for path in options.accuracy}
+    measured = {}
+    if options.seconds:
+        measured = measuring.read_json(options.seconds, Measured).engine
     seconds = {}
     for name in ["exact", *dict.fromkeys(name for found in worlds.values() for name in found)]:
         if found := measured.get(f"{name}, 1"):
@@ -81,4 +100,4 @@ def draw(
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 import measuring
+import program
 from g2rpo_ray.cli import EXIT_REQUEUE
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.tracking.metrics import read_metrics
@@ -146,6 +147,13 @@ def load(folder: str) -> None:
     picture = f"{folder}.png"
     names["picture"].save(picture)
     print(f"{picture}: {names['picture'].size}, extrema {names['picture'].getextrema()}")
+
+
+@dataclass
+class Rehearsed:
+    """What is read of an earlier call's ``--json``."""
+
+    stages: dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -423,7 +431,7 @@ def main() -> int:
     (options.work / "logs").mkdir(parents=True, exist_ok=True)
     rehearsal = Rehearsal(options.work, options.json, options.tiny, options.settings)
     if options.json.is_file():
-        rehearsal.content = json.loads(options.json.read_text())
+        rehearsal.content["stages"] = measuring.read_json(options.json, Rehearsed).stages
     rehearsal.content["recipe"] = options.recipe.name
     print(f"{options.recipe.name}, SETTINGS: {shlex.join(options.settings)}")
     stages = choose(stages_of(options, config), options.stages, rehearsal.content)
@@ -437,4 +445,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

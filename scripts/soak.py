@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import measuring
+import program
 from soaking import faults, week
 
 
@@ -52,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -33,6 +33,7 @@ from sentencepiece import sentencepiece_model_pb2
 from torch import Tensor, nn
 
 import measuring
+import program
 from g2rpo_ray.common.files import sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, load_config
@@ -348,4 +349,4 @@ def sentence_pieces(tokens: Iterable[str], size: int = 32000) -> bytes:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

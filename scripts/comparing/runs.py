@@ -153,7 +153,7 @@ def kept_result(job: Job) -> Result:
     file = job.folder and job.folder / "result.json"
     if not (file and file.exists()):
         return Result(job, [], None, done=False)
-    result = TypeAdapter(Result).validate_json(file.read_text())
+    result = measuring.read_json(file, Result)
     result.job = job
     return result
 

@@ -47,7 +47,7 @@ def soak_config(run_dir: Path, address: str, kinds: Sequence[str], *overrides: s
     """The quickstart, made as small as it gets; deadlines are short where roles are frozen."""
     names = ["soak", "soak_freeze"] if any(it.endswith("freeze") for it in kinds) else ["soak"]
     places = [f"run_dir={run_dir}", f"cluster.address={address}"]
-    return measuring.quickstart([*measuring.settings(*names), *places, *overrides], ["clip"])
+    return measuring.run_config([*measuring.settings(*names), *places, *overrides], ["clip"])
 
 
 class Soak:

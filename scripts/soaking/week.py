@@ -91,7 +91,7 @@ def week_config(folder: Path, name: str, address: str, judge: Judge, iterations:
         f"cluster.address={address}",
         f"iterations={iterations}",
     ]
-    config = measuring.quickstart(overrides, ["clip"])
+    config = measuring.run_config(overrides, ["clip"])
     options = {"url": judge.url, "timeout_s": 280, "tries": 1000}
     options |= dict(zip(("minimum", "maximum"), RANGE, strict=True))
     settings = config.model_dump(mode="json")

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.models.flux1.family import Flux1
 from g2rpo_ray.models.latents import LatentShape
 from tests.scripts.loading import load_script
@@ -50,10 +51,9 @@ def test_another_schedule_is_a_failure(
 
 
 def test_an_unknown_family_is_named_with_those_that_are_known(
-    script: ModuleType, folder: Path, capsys: pytest.CaptureFixture[str]
+    script: ModuleType, folder: Path
 ) -> None:
     change(folder / "model_index.json", _class_name="KolorsPipeline")
-    assert script.main([str(folder)]) == 2
-    printed = capsys.readouterr().out
-    assert "_class_name is 'KolorsPipeline'" in printed
-    assert "families of models known here: FluxPipeline" in printed
+    with pytest.raises(InputError, match="_class_name is 'KolorsPipeline'") as refused:
+        script.main([str(folder)])
+    assert "families of models known here: FluxPipeline" in str(refused.value)

@@ -21,7 +21,7 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return measuring.quickstart(["sampling.members=3"], ["hps", "clip"])
+    return measuring.run_config(["sampling.members=3"], ["hps", "clip"])
 
 
 def test_walks_end_where_the_rollouts_completions_do(script: ModuleType, config: Config) -> None:
