@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.files import nearest_folder
+from g2rpo_ray.config import Config
 from g2rpo_ray.models.adapted import sum_in_products
 from g2rpo_ray.models.policy import Policy
 
@@ -47,20 +49,40 @@ def keep_compiled(folder: str | None) -> None:
     """
     if folder is None and CACHE_VARIABLE in os.environ:
         return
+    if (chosen := _cache_folder(folder, make=True)) is not None:
+        os.environ[CACHE_VARIABLE] = str(chosen)
+
+
+def check_cache(config: Config) -> None:
+    """For a dry run, which makes no folder: on this machine, what ``keep_compiled`` refuses.
+
+    Raises:
+        CompileCacheError: ``rollout.compile_cache`` cannot be written.
+    """
+    settings = config.rollout
+    on_gpu = settings.gpus_per_worker > 0
+    compiled = on_gpu if settings.compile is None else settings.compile
+    if settings.compile_cache is not None and (compiled or config.learner.compile):
+        _cache_folder(settings.compile_cache, make=False)
+
+
+def _cache_folder(folder: str | None, *, make: bool) -> Path | None:
+    """None: it cannot be written, and nobody named it."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         chosen = Path(folder or f"{caches}/g2rpo_ray/compiled").expanduser().absolute()
-        chosen.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=chosen).close()
+        if make:
+            chosen.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=nearest_folder(chosen)).close()
     # A RuntimeError: ``~`` of a user without a home.
     except (OSError, RuntimeError) as error:
         if folder is None:
-            return
+            return None
         raise CompileCacheError(
             f"rollout.compile_cache {folder!r}: cannot be written here ({error}); name a folder "
             "that every node can write, or leave it out"
         ) from error
-    os.environ[CACHE_VARIABLE] = str(chosen)
+    return chosen
 
 
 def compile_blocks(policy: Policy, cache: str | None, *, trained: bool = True) -> None:

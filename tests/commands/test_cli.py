@@ -211,6 +211,24 @@ def test_a_dry_run_reads_the_prompts_that_are_there(
     assert str(prompts) in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("compiled", ["rollout.compile=true", "learner.compile=true"])
+def test_a_dry_run_looks_at_the_folder_of_compiled_code(
+    tmp_path: Path, compiled: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    run_dir, cache = f"run_dir={tmp_path / 'run'}", tmp_path / "file" / "code"
+    asked = ["--dry-run", run_dir, f"rollout.compile_cache={cache}"]
+    assert train(*asked, compiled) == 2
+    assert f"rollout.compile_cache '{cache}': cannot be written here" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    # The quickstart compiles nothing: nobody would write there.
+    assert train(*asked) == 0
+    assert (
+        train("--dry-run", run_dir, f"rollout.compile_cache={tmp_path / 'a' / 'b'}", compiled) == 0
+    )
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_options_may_stand_before_between_and_after_overrides(tmp_path: Path, place: int) -> None:
     arguments = [f"run_dir={tmp_path}", "seed=5"]
