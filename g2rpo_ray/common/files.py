@@ -54,18 +54,18 @@ def writing(path: Path, refused: type[InputError] | None = None, asked: str = ""
     except (InputError, RunError):
         raise
     except Exception as error:
-        fault, named = disk_fault(error), f"{asked} {path}".lstrip()
-        if fault is None and isinstance(error, RuntimeError) and not _free(path):
+        fault, named, free = disk_fault(error), f"{asked} {path}".lstrip(), free_bytes(path)
+        if fault is None and isinstance(error, RuntimeError) and not free:
             fault = os.strerror(errno.ENOSPC)  # torch.save says no more than that it failed
         if fault is not None:
+            room = "" if free is None else f"; {format_size(free)} are free there"
             raise DiskError(
-                f"{named}: cannot be written: {fault}; {format_size(_free(path))} are free there. "
-                "What was whole before is kept"
+                f"{named}: cannot be written: {fault}{room}. What was whole before is kept"
             ) from error
         # safetensors' says "(os error 13)".
         if refused is None or not (isinstance(error, OSError) or "(os error " in str(error)):
             raise
-        raise refused(f"{named}: cannot be written: {error}") from error
+        raise refused(f"{named}: cannot be written: {cause_of(error, path)}") from error
 
 
 @contextmanager
@@ -145,10 +145,10 @@ def check_room(folder: Path, size_bytes: int, what: str) -> None:
         DiskError: the disk of ``folder``, which need not be there yet, has less room, or what is
             there takes no files.
     """
-    there = nearest_folder(folder)
-    usage = shutil.disk_usage(there)
-    if not usage.total:
-        # Of the kernel's own (/proc), or one that does not say: what it takes must be tried.
+    free = free_bytes(folder)
+    if free is None:
+        there = nearest_folder(folder)
+        # What it takes must be tried.
         try:
             with TemporaryFile(dir=there):
                 return
@@ -157,7 +157,6 @@ def check_room(folder: Path, size_bytes: int, what: str) -> None:
                 f"{folder}: nothing can be written there: the file system of {there} takes no "
                 f"files ({error.strerror}); name a folder on another one"
             ) from error
-    free = usage.free
     if size_bytes > free:
         raise DiskError(
             f"{folder}: {what} takes {format_size(size_bytes)}, and {format_size(free)} are free "
@@ -165,8 +164,11 @@ def check_room(folder: Path, size_bytes: int, what: str) -> None:
         )
 
 
-def _free(path: Path) -> int:
-    return shutil.disk_usage(nearest_folder(path)).free
+def free_bytes(path: Path) -> int | None:
+    """Of the disk that it lies or would lie on; None: the file system is the kernel's own
+    (``/proc``), or one that does not say."""
+    usage = shutil.disk_usage(nearest_folder(path))
+    return usage.free if usage.total else None
 
 
 def nearest_folder(path: Path) -> Path:
@@ -174,6 +176,14 @@ def nearest_folder(path: Path) -> Path:
     # Path.exists raises where a name is too long, or a folder on the way may not be looked into.
     folders = (path, *path.absolute().parents)
     return next(folder for folder in folders if os.path.exists(folder))  # noqa: PTH110
+
+
+def cause_of(error: BaseException, path: object) -> str:
+    """What went wrong with a file, for a message that names it: not once more."""
+    if isinstance(error, OSError) and error.strerror and str(error.filename) == str(path):
+        return error.strerror
+    # safetensors' errors have no ``filename``.
+    return str(error).removesuffix(f": {path}")
 
 
 def whole_lines(path: Path) -> list[bytes]:
@@ -195,7 +205,7 @@ def read_json_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
-        raise error(f"{path}: not readable as JSON: {cause}") from cause
+        raise error(f"{path}: not readable as JSON: {cause_of(cause, path)}") from cause
     if not isinstance(content, dict):
         raise error(f"{path}: expected a JSON object")
     return content

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.files import cause_of, replace_text
 from g2rpo_ray.common.secrets import redacted, secrets_in
 from g2rpo_ray.common.section import ConfigError, problems
 from g2rpo_ray.config.run import Config
@@ -35,7 +35,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
             f"{path} is a folder; a run's settings are in {path}/config.yaml"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path}: cannot be read: {cause_of(error, path)}") from error
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(

@@ -16,7 +16,14 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, errors, snapshot_download
 from huggingface_hub.utils import tqdm
 
-from g2rpo_ray.common.files import check_room, nearest_folder, replace_text, sha256_of_file, writing
+from g2rpo_ray.common.files import (
+    cause_of,
+    check_room,
+    nearest_folder,
+    replace_text,
+    sha256_of_file,
+    writing,
+)
 from g2rpo_ray.common.formatting import format_size
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
@@ -251,7 +258,7 @@ def _read_record(target: Target) -> Listing | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DownloadError(f"{path}: not readable: {error}; remove it") from error
+        raise DownloadError(f"{path}: not readable: {cause_of(error, path)}; remove it") from error
 
 
 def _record_path(target: Target) -> Path:

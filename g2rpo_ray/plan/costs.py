@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.files import cause_of
 from g2rpo_ray.common.section import Section
 
 CPU = "cpu-core"
@@ -222,7 +223,7 @@ def load_costs(path: Path | None = None) -> CostTable:
         tree = json.loads(source.read_text(encoding="utf-8"))
         return CostTable.model_validate(tree)
     except (OSError, UnicodeDecodeError) as error:
-        raise CostsError(f"--costs {source}: cannot be read: {error}") from error
+        raise CostsError(f"--costs {source}: cannot be read: {cause_of(error, source)}") from error
     except json.JSONDecodeError as error:
         raise CostsError(f"--costs {source}: not JSON: {error}") from error
     except ValidationError as error:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from g2rpo_ray.common.files import replace_text, sha256_of_file
+from g2rpo_ray.common.files import cause_of, replace_text, sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, ModelSection
 from g2rpo_ray.models.conditioning import Conditioning
@@ -198,7 +198,9 @@ class Embeddings:
             with safe_open(path, framework="pt") as file:
                 row_of = {name: file.get_slice(name)[row] for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, IndexError) as error:
-            raise PromptFileError(f"{path}: damaged shard: {error}; {_AGAIN}") from error
+            raise PromptFileError(
+                f"{path}: damaged shard: {cause_of(error, path)}; {_AGAIN}"
+            ) from error
         embeds = Conditioning(
             {
                 name: tensor[: row_of.get(name + LENGTH)]
@@ -224,7 +226,9 @@ class Embeddings:
         try:
             negative = Conditioning(load_file(path))
         except (OSError, SafetensorError) as error:
-            raise PromptFileError(f"{path}: missing or damaged: {error}; {_AGAIN}") from error
+            raise PromptFileError(
+                f"{path}: missing or damaged: {cause_of(error, path)}; {_AGAIN}"
+            ) from error
         if prompt_checksum(negative) != self.manifest.negative_checksum:
             raise PromptFileError(f"{path}: damaged: its checksum differs; {_AGAIN}")
         return negative
@@ -241,4 +245,6 @@ def _read_manifest(path: Path) -> Manifest:
         files = [ShardFile(**entry) for entry in content.pop("files")]
         return Manifest(files=files, **content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PromptFileError(f"{path}: not readable as a manifest: {error}") from error
+        raise PromptFileError(
+            f"{path}: not readable as a manifest: {cause_of(error, path)}"
+        ) from error

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from g2rpo_ray.common.files import read_json_object
+from g2rpo_ray.common.files import cause_of, read_json_object
 from g2rpo_ray.common.prompt_text import PromptText, metadata_of
 from g2rpo_ray.prompts.formats import JSON_SUFFIXES, TABLE_SUFFIXES, PromptFileError, file_prompts
 
@@ -70,7 +70,7 @@ def read_prompts(path: Path, max_characters: int | None, key: str | int = "promp
     except FileNotFoundError:
         raise PromptFileError(f"{path}: no such prompt file") from None
     except OSError as error:
-        raise PromptFileError(f"{path}: cannot be read: {error}") from error
+        raise PromptFileError(f"{path}: cannot be read: {cause_of(error, path)}") from error
     if not prompts:
         raise PromptFileError(f"{path}: no prompt in it; expected one prompt a line")
     return prompts

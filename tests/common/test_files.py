@@ -21,11 +21,17 @@ from g2rpo_ray.common.files import (
     DiskError,
     check_room,
     disk_fault,
+    read_json_object,
     replace_text,
     replacing,
     writing,
 )
 from g2rpo_ray.common.section import ConfigError
+from g2rpo_ray.config import load_config
+from g2rpo_ray.learner.checkpoints.format import read_info
+from g2rpo_ray.plan.costs import load_costs
+from g2rpo_ray.prompts.embeddings import Embeddings
+from g2rpo_ray.prompts.reading import read_prompts
 from tests.disks import left, make_read_only, small_disk
 
 NOISE = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
@@ -110,6 +116,27 @@ def test_what_is_no_fault_of_the_disk_keeps_its_name(tmp_path: Path) -> None:
         with pytest.raises(type(own)) as caught, writing(tmp_path, ConfigError):
             raise own
         assert caught.value is own
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "settings": load_config,
+    "costs": load_costs,
+    "JSON": lambda path: read_json_object(path, ConfigError),
+    "prompts": lambda path: read_prompts(path, None),
+    "a checkpoint": lambda path: read_info(path.parent),
+    "embeddings": lambda path: Embeddings(path.parent),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_that_cannot_be_read_is_named_once(tmp_path: Path, reader: str) -> None:
+    """A link that leads to itself: nobody, root neither, can open it."""
+    names = {"a checkpoint": "state.json", "embeddings": "manifest.json"}
+    path = tmp_path / names.get(reader, "file")
+    path.symlink_to(path)
+    with pytest.raises(InputError) as caught:
+        READERS[reader](path)
+    assert str(caught.value).count(str(path)) == 1
 
 
 def test_an_error_of_another_process_is_recognised_by_its_text() -> None:

@@ -162,6 +162,14 @@ def test_space_for_checkpoints(tmp_path: Path) -> None:
     assert "checkpoints want up to 27770042.5 GiB" in finding.what
 
 
+@pytest.mark.parametrize("model", [[], ["model.path=/nowhere/flux"]])
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc here")
+def test_space_of_a_file_system_that_has_none(tmp_path: Path, model: list[str]) -> None:
+    finding = check_space(tiny_config(tmp_path, *model), Path("/proc"))
+    assert finding.level == Level.WARN
+    assert finding.what.startswith("/proc: free space not known")
+
+
 def test_space_of_a_model_that_is_not_there_yet(tmp_path: Path) -> None:
     # LoRA of rank 64 on FLUX.1-dev: 261,488,640 parameters, and a state takes 12 bytes of each.
     recipe = load_config(QUICKSTART.with_name("flux_g2rpo_hps_lora.yaml"), [f"run_dir={tmp_path}"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import ray
 from ray.actor import ActorHandle
 
+from g2rpo_ray.common.files import free_bytes
 from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
 from g2rpo_ray.doctor.probe import ask
@@ -70,21 +71,26 @@ def _names(folder: Path) -> set[str]:
 
 def check_space(config: Config, folder: Path) -> Finding:
     """Room for the states that are kept, and the one being written."""
-    free_gib = shutil.disk_usage(folder).free / 2**30
+    free = free_bytes(folder)
+    room = "free space not known"
+    if free is not None:
+        room = f"{free / 2**30:.1f} GiB free"
     try:
         trained = policy_size(config).trained_parameters
     except ModelFolderError as error:
-        what = f"{folder}: {free_gib:.1f} GiB free; what checkpoints want is unknown: {error}"
+        what = f"{folder}: {room}; what checkpoints want is unknown: {error}"
         return warn("space", what, "mend model.path, and ask again")
     states = most_states(config)
     wanted_gib = states * trained * state_bytes(config) / 2**30
     what = (
-        f"{folder}: {free_gib:.1f} GiB free, checkpoints want up to {wanted_gib:.1f} GiB "
+        f"{folder}: {room}, checkpoints want up to {wanted_gib:.1f} GiB "
         f"({states} states, snapshots included)"
     )
-    if free_gib < wanted_gib:
+    if free is None:
+        return warn("space", what, "/proc and the like take no files: name a run_dir on a disk")
+    if free / 2**30 < wanted_gib:
         return fail("space", what, "free some, keep fewer (checkpoint.keep_last), or move run_dir")
-    if free_gib < 2 * wanted_gib:
+    if free / 2**30 < 2 * wanted_gib:
         return warn("space", what, "it may not last: metrics, pictures and logs come on top")
     return ok("space", what)
 

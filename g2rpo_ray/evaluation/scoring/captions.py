@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from g2rpo_ray.common.files import cause_of
 from g2rpo_ray.common.prompt_text import metadata_of
 from g2rpo_ray.evaluation.scoring.pictures import Found, Picture, ScoreError
 
@@ -48,7 +49,7 @@ def _beside(folder: Path, name: str) -> Caption:
     try:
         return (file.read_text(encoding="utf-8").strip() if file.is_file() else None), ""
     except (OSError, UnicodeDecodeError) as error:
-        return None, f"{file.name} cannot be read: {error}"
+        return None, f"{file.name} cannot be read: {cause_of(error, file)}"
 
 
 def _pairs(

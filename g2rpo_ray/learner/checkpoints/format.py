@@ -26,6 +26,7 @@ from torch import Tensor
 
 from g2rpo_ray.common.files import (
     DiskError,
+    cause_of,
     check_room,
     flush,
     replace_text,
@@ -280,7 +281,9 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
             f"{folder}: no checkpoint there (no state.json); a run has them in checkpoints/"
         ) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: not readable: {error}; {ANOTHER}") from error
+        raise CheckpointError(
+            f"{path}: not readable: {cause_of(error, path)}; {ANOTHER}"
+        ) from error
     found = content.pop("format", None) if isinstance(content, dict) else None
     if found != FORMAT:
         raise CheckpointError(

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from g2rpo_ray.common.files import cause_of
 from g2rpo_ray.common.weight_files import INTEGER_BUFFERS
 from g2rpo_ray.rewards.scorer import ScorerError
 
@@ -38,7 +39,9 @@ def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
         content = torch.load(checkpoint, map_location=device, weights_only=True)
     # torch.load raises whatever a damaged zip or pickle makes it raise.
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:
-        raise ScorerError(f"{checkpoint}: damaged checkpoint: {error}") from error
+        raise ScorerError(
+            f"{checkpoint}: damaged checkpoint: {cause_of(error, checkpoint)}"
+        ) from error
     except pickle.UnpicklingError as error:
         # torch's own words advise to load it with weights_only=False, which would run its code.
         found = re.search(r"GLOBAL (\S+)", str(error))

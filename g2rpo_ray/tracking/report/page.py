@@ -14,7 +14,7 @@ import yaml
 from markupsafe import Markup
 from PIL import Image
 
-from g2rpo_ray.common.files import replace_text
+from g2rpo_ray.common.files import cause_of, replace_text
 from g2rpo_ray.common.formatting import NOTHING, format_seconds
 from g2rpo_ray.common.secrets import publishable
 from g2rpo_ray.common.section import ConfigError
@@ -164,7 +164,7 @@ def _picture(run_dir: Path, folder: Path, entry: Mapping[str, Any] | None, side:
     except FileNotFoundError:
         return Picture(absent=f"{path.name} is missing")
     except (OSError, SyntaxError) as error:  # Pillow's ways to say that a file is broken
-        return Picture(absent=f"{path.name} cannot be read: {error}")
+        return Picture(absent=f"{path.name} cannot be read: {cause_of(error, path)}")
     file = quote(str(path.relative_to(run_dir.resolve())))
     small = max(picture.size) < PIXELATED_BELOW
     return Picture(_data_url(picture, side), file, small)
