@@ -17,6 +17,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     config = read_config(options)
+    from g2rpo_ray.models.catalogue import DownloadError, targets_of
     from g2rpo_ray.models.download import download
+    from g2rpo_ray.run.paths import check_outside_states
 
+    for target in targets_of(config, options.also or []):
+        if target.source is not None:
+            check_outside_states(target.folder, DownloadError, target.setting)
     download(config, options.also or [], options.dry_run)

@@ -10,7 +10,7 @@ HELP = "write a run's weights for diffusers, ComfyUI and others"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a run's weights for other programs, always on the CPU."
-    add_run(parser, "last|best|PATH", "its best, or one checkpoint's folder")
+    add_run(parser, "last|best|PATH", "its best, one checkpoint's folder, or a run's (its last)")
     parser.add_argument("--to", type=Path, required=True, help="new folder to write")
     layout = parser.add_mutually_exclusive_group()
     layout.add_argument(

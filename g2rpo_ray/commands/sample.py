@@ -16,7 +16,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_run(
         parser,
         "last|best|base|PATH",
-        "its best, the base model, one checkpoint, or exported or published weights or adapters",
+        "its best, the base model, one checkpoint, a run (its last), or exported or published "
+        "weights or adapters",
     )
     parser.add_argument("--prompt", action="append", required=True, help="may be given repeatedly")
     parser.add_argument("--count", type=count, default=1, help="pictures of each prompt (1)")

@@ -154,10 +154,7 @@ def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
         pin_weights(path, pin)
         return info
 
-    run, name, path = config, source, Path(source).expanduser().absolute()
-    if (path / "checkpoints").is_dir():
-        run, name = config.model_copy(update={"run_dir": str(path)}), "last"
-    folder, info = while_it_is_there(run, name, keep)
+    folder, info = while_it_is_there(config, source, keep)
     told = f"{label}: {folder}, kept in {pin} until all is drawn"
     weights = Weights(label, pin, _training_of(folder, info), weights_checksum(pin), told)
     known = {"source": source, "checkpoint": str(folder), "iteration": info.iteration,

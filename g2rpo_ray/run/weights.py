@@ -69,14 +69,17 @@ def read_fitting_info(checkpoint: Path, model: ModelSection) -> CheckpointInfo:
 
 
 def checkpoint_named(config: Config, name: str) -> Path:
-    """Folder of a run's ``last`` or ``best`` checkpoint, or of the one at the path ``name``.
+    """Folder of a run's ``last`` or ``best`` checkpoint, of the one at the path ``name``, or of
+    the last of the run there.
 
     Raises:
         RunFolderError: the run has no checkpoint, or none that is better than the base model.
     """
-    if name not in ("last", "best"):
-        return Path(name).expanduser().absolute()
     folder = run_folder(config)
+    if name not in ("last", "best"):
+        folder = Path(name).expanduser().absolute()
+        if not (folder / "checkpoints").is_dir():
+            return folder
     if name == "best":
         best = best_evaluated(config)
         if best is None:
@@ -94,7 +97,7 @@ def checkpoint_named(config: Config, name: str) -> Path:
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
         raise RunFolderError(
-            f"{config.run_dir}: no checkpoint there yet (sample, evaluate: --checkpoint base)"
+            f"{folder}: no checkpoint there yet (sample, evaluate: --checkpoint base)"
         )
     return checkpoints[-1]
 
@@ -137,7 +140,8 @@ def load_source(config: Config, checkpoint: str, average: bool = False) -> Sourc
             be used.
     """
     path = None if checkpoint == "base" else checkpoint_named(config, checkpoint)
-    if path is not None and (checkpoint in ("last", "best") or (path / "state.json").exists()):
+    by_name = path is not None and path != Path(checkpoint).expanduser().absolute()
+    if path is not None and (by_name or (path / "state.json").exists()):
         # Before the model, whose loading takes minutes: a running run deletes old checkpoints.
         path, weights = while_it_is_there(
             config, checkpoint, lambda found: _fitting_weights(config, found, average)

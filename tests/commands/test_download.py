@@ -15,6 +15,7 @@ from g2rpo_ray.common.files import DiskError
 from g2rpo_ray.config import load_config
 from g2rpo_ray.models.catalogue import CATALOGUE, DownloadError, targets_of
 from g2rpo_ray.models.download import OfflineError, download
+from g2rpo_ray.run.paths import SETTINGS, VERSIONS
 from tests.commands.hub_server import Hub, Repository, serve
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -339,6 +340,21 @@ def test_published_weights_come_on_request(server: Hub, tmp_path: Path) -> None:
     assert (folder / "diffusion_pytorch_model.safetensors").read_bytes() == weights
     with pytest.raises(DownloadError, match="--also models/G3RPO: not known"):
         fetch("models/G3RPO")
+
+
+@pytest.mark.parametrize("states", ["checkpoints", "snapshots"])
+def test_nothing_comes_among_a_runs_checkpoints(
+    server: Hub, tmp_path: Path, states: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (SETTINGS, VERSIONS):
+        (tmp_path / name).touch()
+    model = tmp_path / states / "FLUX.1-dev"
+    assert run(f"model.path={model}") == 2
+    assert f"model.path {model}: lies in {model.parent}" in capsys.readouterr().err
+    assert run("--also", str(tmp_path / states / "G2RPO"), "--dry-run") == 2
+    assert f"--also {tmp_path / states / 'G2RPO'}: lies in" in capsys.readouterr().err
+    assert server.requests == []
+    assert not model.parent.exists()
 
 
 def test_a_path_that_nobody_knows_is_named(server: Hub) -> None:

@@ -13,9 +13,11 @@ from g2rpo_ray.cli import main
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation import sample as sample_module
 from g2rpo_ray.evaluation.sample import SampleOptions, sample
+from g2rpo_ray.learner.checkpoints.folders import checkpoint_folder
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.policy import Policy, load_policy
 from g2rpo_ray.run.weights import SampleError
+from tests.states import make_run
 from tests.tiny import CAPTIONS, QUICKSTART, tiny_config
 
 
@@ -130,3 +132,17 @@ def test_pictures_that_are_drawn_in_parts_are_those_of_one_part(
     for parts, whole in zip(drawn[2], drawn[8], strict=True):
         assert np.abs(parts - whole).max() <= 1
     assert all(np.abs(drawn[2][0] - other).max() > 10 for other in drawn[2][1:])
+
+
+@pytest.mark.parametrize("kind", [[], ["model.lora={rank: 4, alpha: 10.0}"]])
+def test_another_runs_folder_stands_for_its_last_checkpoint(
+    tmp_path: Path, kind: list[str]
+) -> None:
+    make_run(other := tmp_path / "other", *kind)
+    mine = tiny_config(tmp_path / "mine", "sampling.steps=4", "evaluation.steps=4", *kind)
+    drawn = []
+    for checkpoint in (other, checkpoint_folder(other, 7)):
+        options = SampleOptions(CAPTIONS[:1], checkpoint=str(checkpoint), trained_steps=2)
+        (path,) = sample(mine, options, tmp_path / checkpoint.name)
+        drawn.append(path.read_bytes())
+    assert drawn[0] == drawn[1]

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -464,6 +465,12 @@ def test_named_checkpoints(folder: Path) -> None:
     first, last = save(config, 2), save(config, 4)
     assert checkpoint_named(config, "last") == last
     assert checkpoint_named(config, str(first)) == first
+    # The folder of a run, of this one or of another.
+    assert checkpoint_named(config_of(folder.with_name("another")), str(folder)) == last
+    shutil.rmtree(last)
+    shutil.rmtree(first)
+    with pytest.raises(RunFolderError, match=f"{folder}: no checkpoint there yet"):
+        checkpoint_named(config_of(folder.with_name("another")), str(folder))
 
 
 @pytest.mark.parametrize("name", ["5", "file", "empty"])
