@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 import requests
 from PIL import Image
 
-from g2rpo_ray.cli import main
+from g2rpo_ray.cli import EXIT_INTERRUPTED, EXIT_REQUEUE, main
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.demo.page import (
@@ -242,6 +243,28 @@ def test_with_a_login_nothing_is_answered_without_it(
         assert client.get(f"{page.local_url}config").status_code == 200
     finally:
         page.close(verbose=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_it_and_leaves_nothing(
+    full: Config, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While it serves; and once more while it ends."""
+    pytest.importorskip("gradio", reason="needs g2rpo-ray[demo]")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "g2rpo_ray.cli", "demo", full.run_dir, "--port", str(free_port())],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert any("no login" in line for line in process.stdout)
+    assert [path.name for path in tmp_path.glob("g2rpo-demo-*")]
+    # Who sends it to a group sends it twice.
+    for _ in range(1 if number == signal.SIGINT else 2):
+        process.send_signal(number)
+    assert process.wait(60) == (EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE)
+    assert not [path.name for path in tmp_path.glob("g2rpo-demo-*")]
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,15 @@
 import html
 import ipaddress
 import os
+import signal
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any
 
 from PIL import Image
@@ -16,6 +19,7 @@ from PIL import Image
 from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.secrets import redacted
+from g2rpo_ray.common.stop import StopRequested
 from g2rpo_ray.config import Config
 from g2rpo_ray.evaluation.demo.studio import (
     MOST_STEPS,
@@ -37,6 +41,8 @@ WAITING = 20
 """Presses of the button that may wait; the next one is refused with a message."""
 CACHE_S = 3600
 """Drawn pictures that browsers may still ask for are deleted after it."""
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals beside Ctrl-C; who started it with nohup ignores the last."""
 CSS = """
 .pixels img, img.small { image-rendering: pixelated }
 .pixels img { width: 100%; height: 100%; object-fit: contain }
@@ -48,16 +54,37 @@ CSS = """
 
 
 def serve(config: Config, host: str, port: int) -> None:
-    """Load all, serve the page until Ctrl-C.
+    """Load all, serve the page until Ctrl-C or another signal that ends it.
 
     Raises:
+        StopRequested: it was another one.
         DemoError: Gradio is missing, a login is, or address or port cannot be used.
         InputError: as of ``Studio``.
     """
     # Gradio's own folder is one for all users of the machine: the first one's. Read when imported.
-    with TemporaryDirectory(prefix="g2rpo-demo-") as drawn:
+    with _raised(ENDING), TemporaryDirectory(prefix="g2rpo-demo-") as drawn:
         os.environ.setdefault("GRADIO_TEMP_DIR", drawn)
         _serve(config, host, port)
+
+
+@contextmanager
+def _raised(signals: Sequence[int]) -> Iterator[None]:
+    """Those of ``signals`` that would end the process where it is, as StopRequested."""
+    ours = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for each in ours:
+            # Again, as by ``timeout`` to the process and its group: what is cleared up stays so.
+            signal.signal(each, signal.SIG_IGN)
+        raise StopRequested(number)
+
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _serve(config: Config, host: str, port: int) -> None:
