@@ -8,76 +8,21 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 
 from g2rpo_ray.cli import main
-from g2rpo_ray.common.errors import InputError, RunError
+from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.config.scoring import load_scoring
 from g2rpo_ray.evaluation.scoring import score as score_module
-from g2rpo_ray.evaluation.scoring.report import Threshold, rank_correlation, rank_correlation_within
+from g2rpo_ray.evaluation.scoring.report import rank_correlation, rank_correlation_within
 from g2rpo_ray.evaluation.scoring.score import score
 from g2rpo_ray.rewards.registry import make_scorer
-
-SCORERS = "tests.evaluation.scorers"
-
-
-def png(level: int, size: tuple[int, int] = (8, 8)) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", size, (level, level, level)).save(file, "PNG")
-    return file.getvalue()
-
-
-def folder_of(folder: Path, names: Sequence[str]) -> Path:
-    """Pictures of rising brightness: 0, 1/255, ..."""
-    for level, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(png(level % 256))
-    return folder
-
-
-def lines_file(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
-def overrides(name: str, kind: str = "Brightness", **options: object) -> list[str]:
-    target = json.dumps(f"{SCORERS}:{kind}")
-    given = [f"rewards.{name}.options.options.{k}={json.dumps(v)}" for k, v in options.items()]
-    return [f"rewards.{name}.kind=python", f"rewards.{name}.options.target={target}", *given]
-
-
-def run(
-    pictures: Path,
-    out: Path,
-    settings: Sequence[str],
-    prompts: Path | None = None,
-    thresholds: Sequence[Threshold] = (),
-) -> tuple[dict[str, dict[str, Any]], str]:
-    """Rows of scores.parquet by picture, and the report; no row may be doubled."""
-    report = score(load_scoring(None, [], settings), pictures, prompts, out, thresholds)
-    return rows_of(out), report
-
-
-def rows_of(out: Path) -> dict[str, dict[str, Any]]:
-    rows = pq.read_table(out / "scores.parquet").to_pylist()
-    found = {row["picture"]: row for row in rows}
-    assert len(found) == len(rows)
-    return found
-
-
-def refused(*arguments: Any, **named: Any) -> str:
-    with pytest.raises(InputError) as caught:
-        run(*arguments, **named)
-    return str(caught.value)
+from tests.evaluation.scored import folder_of, lines_file, overrides, png, refused, rows_of, run
 
 
 def test_the_scores_are_the_scorers_and_agreement_is_told(tmp_path: Path) -> None:
@@ -319,68 +264,6 @@ def test_a_scorer_that_compares_gets_a_prompts_pictures_together(
     assert {row["group"] for row in rows.values()} == {3}
 
 
-@pytest.mark.parametrize(
-    ("names", "rows", "expected"),
-    [
-        (["0.png", "1.png"], [{"prompt": "a"}, {"prompt": "b"}], ["a", "b"]),
-        (["1_0.png", "1_1.png"], [{"prompt": "a"}, {"prompt": "b"}], ["b", "b"]),
-        (["00001/samples/0000.png"], [{"prompt": "a"}, {"prompt": "b"}], ["b"]),
-        (["y.png", "x2.png", "x10.png"], [{"prompt": t} for t in "abc"], ["c", "a", "b"]),
-        (["x.png"], [{"prompt": "a", "file_name": "there/x.png"}], ["a"]),
-        (
-            ["a/x.png", "b/x.png", "y.png"],
-            [{"prompt": "a", "file_name": "a/x.png"}, {"prompt": "b", "file_name": "x.png"}],
-            ["a", "2 pictures have this name", "no prompt belongs to it"],
-        ),
-        (
-            ["x.png"],
-            [{"prompt": "a", "file": "x.png"}, {"prompt": "b", "file": "x.png"}],
-            ["it has several prompts: 'a', 'b'"],
-        ),
-        (["3.png"], [{"prompt": "a"}], ["no prompt belongs to it"]),
-    ],
-)  # fmt: skip
-def test_which_prompt_a_picture_has(
-    tmp_path: Path, names: list[str], rows: list[dict[str, Any]], expected: list[str]
-) -> None:
-    folder = folder_of(tmp_path / "p", names)
-    prompts = lines_file(tmp_path / "prompts.jsonl", rows)
-    found, _ = run(folder, tmp_path / "out", overrides("bright"), prompts)
-    for name, wanted in zip(names, expected, strict=True):
-        if len(wanted) == 1:
-            assert found[name]["prompt"] == wanted
-        else:
-            assert wanted in found[name]["problem"]
-
-
-def test_prompts_without_a_picture_are_named(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "p", ["0_0.png", "2_0.png"])
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a\nb\nc\nd\n")
-    rows, report = run(folder, tmp_path / "out", overrides("bright"), prompts)
-    assert [row["prompt"] for row in rows.values()] == ["a", "c"]
-    assert "2 prompts have no picture: number 1, number 3" in report
-
-
-@pytest.mark.parametrize(
-    ("names", "prompts", "named"),
-    [
-        ([], 2, "0 pictures in it"),
-        (["x.png", "y.png"], 3, "2 pictures and 3 prompts, and nothing that says which"),
-        (["x.png", "y.png"], 1, "2 pictures and 1 prompts, and nothing that says which"),
-        (["1.png", "2.png"], 2, "numbered from 1 to 2, and 2 prompts from 0 to 1"),
-    ],
-)
-def test_what_cannot_be_known_is_refused(
-    tmp_path: Path, names: list[str], prompts: int, named: str
-) -> None:
-    folder = folder_of(tmp_path / "p", names)
-    folder.mkdir(exist_ok=True)
-    (tmp_path / "prompts.txt").write_text("a prompt\n" * prompts)
-    settings = overrides("bright")
-    assert named in refused(folder, tmp_path / "out", settings, tmp_path / "prompts.txt")
-
-
 def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path / "p", ["0.png"])
     (tmp_path / "file").touch()
@@ -407,58 +290,6 @@ def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert named in capsys.readouterr().err
 
 
-def test_a_webdataset(tmp_path: Path) -> None:
-    def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-        info = tarfile.TarInfo(name)
-        info.size = len(content)
-        archive.addfile(info, io.BytesIO(content))
-
-    (tmp_path / "p").mkdir()
-    with tarfile.open(tmp_path / "p" / "00.tar", "w") as archive:
-        add(archive, "000.png", png(51))
-        add(archive, "000.txt", b"a caption")
-        add(archive, "001.json", json.dumps({"caption": "two", "tag": "counting"}).encode())
-        add(archive, "001.png", png(102))
-        add(archive, "002.png", png(3))
-        add(archive, "002.json", b"{broken")
-        add(archive, "000.png", png(255))
-        add(archive, "003.txt", b"no picture")
-    with tarfile.open(tmp_path / "p" / "01.tar", "w") as archive:
-        add(archive, "000.png", png(153))
-        add(archive, "000.txt", b"three")
-        add(archive, "001.png", png(4, (300, 300)) + bytes(20_000))
-    cut = tmp_path / "p" / "01.tar"
-    cut.write_bytes(cut.read_bytes()[:5000])
-    rows, report = run(tmp_path / "p", tmp_path / "out", overrides("bright"))
-    assert {name: row["bright"] for name, row in rows.items()} == {
-        "00.tar#000": pytest.approx(0.2),
-        "00.tar#001": pytest.approx(0.4),
-        "00.tar#002": None,
-        "01.tar#000": pytest.approx(0.6),
-    }
-    assert rows["00.tar#001"]["category"] == "counting"
-    assert "its .txt or .json cannot be read" in rows["00.tar#002"]["problem"]
-    assert "00.tar#000: there is one of this name already; left out" in report
-    assert "01.tar: damaged after 01.tar#000" in report
-    (tmp_path / "prompts.txt").write_text("a\n")
-    message = refused(tmp_path / "p", tmp_path / "o", overrides("b"), tmp_path / "prompts.txt")
-    assert "captions are inside" in message
-
-
-def test_parquet(tmp_path: Path) -> None:
-    pictures = [{"bytes": png(51 * n), "path": f"{n}.png"} for n in range(3)]
-    table = {"image": [*pictures, None], "caption": list("abcd"), "style": ["photo"] * 4}
-    path = tmp_path / "p.parquet"
-    pq.write_table(pa.table(table), path, row_group_size=2)
-    rows, _ = run(path, tmp_path / "out", overrides("bright"))
-    assert [row["bright"] for row in rows.values()] == pytest.approx([0, 0.2, 0.4, None])
-    assert "an empty file" in rows["p.parquet#3"]["problem"]
-    assert {row["category"] for row in rows.values()} == {"photo"}
-    pq.write_table(pa.table({"caption": ["a"]}), tmp_path / "none.parquet")
-    message = refused(tmp_path / "none.parquet", tmp_path / "o", overrides("bright"))
-    assert "no column of pictures" in message
-
-
 def test_rank_correlation() -> None:
     one = np.array([1.0, 2, 2, 3, np.nan, 9])
     other = np.array([1.0, 3, 2, 4, 5, np.nan])
@@ -469,20 +300,6 @@ def test_rank_correlation() -> None:
     rising, falling = np.array([1.0, 5, 2, 6, 0]), np.array([8.0, 3, 9, 2, 0])
     assert rank_correlation_within(rising, falling, groups) == pytest.approx(0)
     assert rank_correlation_within(rising, rising, groups) == pytest.approx(1)
-
-
-def test_a_caption_that_is_empty_says_so(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "p", ["a.png", "b.png", "c.png"])
-    (folder / "a.txt").write_text(" \n")
-    (folder / "b.txt").write_text("\u200b")
-    rows, _ = run(folder, tmp_path / "out", overrides("bright"))
-    for name, cause in (
-        ("a", "the prompt is empty"),
-        ("b", "the prompt is empty"),
-        ("c", "it has no prompt"),
-    ):
-        assert rows[f"{name}.png"]["bright"] is None
-        assert rows[f"{name}.png"]["problem"] == f"bright: {cause}"
 
 
 @pytest.mark.usefixtures("as_it_was")

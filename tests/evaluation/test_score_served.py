@@ -8,7 +8,7 @@ import pytest
 from g2rpo_ray.config.scoring import load_scoring
 from g2rpo_ray.evaluation.scoring import judges
 from g2rpo_ray.evaluation.scoring.score import score
-from tests.evaluation.test_score import folder_of, lines_file, overrides, rows_of
+from tests.evaluation.scored import folder_of, lines_file, overrides, rows_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
