@@ -70,8 +70,8 @@ class RolloutSection(Section):
     speed: Literal["exact", "balanced", "fast"] | None = None
     """A measured way to compute completions, which estimate a reward: it sets ``fp8``,
     ``fp8_above_sigma`` and ``completion_stride``; none leaves these to you. Against the published
-    order, FLUX.1-dev: ``exact`` is 2.5 times as fast; ``balanced`` 5.4 times as planned, its
-    advantages' rank correlation with exact ones inside groups 0.97 to 0.99; ``fast`` 7.0 times,
+    order on an H200, FLUX.1-dev: ``exact`` is 2.2 times as fast; ``balanced`` 4.8 times, its
+    advantages' rank correlation with exact ones inside groups 0.97 to 0.99; ``fast`` 6.1 times,
     0.95 to 0.99."""
     fp8: bool = False
     """Completions compute their matrix products from 8-bit numbers: docs/performance.md has the
