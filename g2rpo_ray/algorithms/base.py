@@ -56,6 +56,16 @@ class Algorithm(ABC):
     def counts(self, iteration: int) -> RolloutCounts:
         """What one prompt costs."""
 
+    def learner_rows(self) -> int:
+        """Latents in a learner's first pass, where no worker had to draw in smaller batches."""
+        counts, settings = self.counts(0), self.config.learner
+        # One where members share it.
+        latents = counts.learner_passes // counts.groups
+        of_a_part = max(1, latents // settings.updates_per_iteration)
+        # Of several SDE steps in one pass, each has one batch.
+        together = min(settings.steps_per_pass, counts.groups)
+        return together * min(of_a_part, self.config.rollout.planned_batch_size)
+
     def trained_in_words(self, iteration: int) -> str:
         """What is trained, for people."""
         return ", ".join(map(str, self.trained_steps(iteration)))

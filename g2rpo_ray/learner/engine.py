@@ -118,6 +118,30 @@ def _named_compile_errors() -> Iterator[None]:
         ) from None
 
 
+def compile_ahead(policy: Policy, rows: int, length: int) -> None:
+    """Compile the blocks, forward and back, by a pass over blank latents; no gradient is kept.
+
+    Of a policy that DeepSpeed does not have yet: ranks compile while workers load, where otherwise
+    all would wait for the first update.
+
+    Args:
+        rows: latents of the pass.
+        length: tokens of the prompt.
+
+    Raises:
+        LearnerError: torch.compile fails.
+    """
+    first = next(policy.parameters())
+    embeds = policy.blank(length, first.dtype, first.device)
+    latents = torch.zeros(rows, *policy.shape.packed, device=first.device)
+    sigma = torch.full((rows,), 0.5, device=first.device)
+    # What comes first in the network: every block's code runs, and keeps none of its gradients.
+    earliest = next(iter(trainable_parameters(policy).values()))
+    with _named_compile_errors():
+        velocity = policy(latents, sigma, embeds)
+        torch.autograd.grad(velocity.sum(), earliest, allow_unused=True)
+
+
 class LearnerEngine:
     """One rank's policy under DeepSpeed ZeRO, with AdamW on fp32 master weights."""
 

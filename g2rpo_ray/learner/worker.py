@@ -11,6 +11,7 @@ from types import MappingProxyType
 import ray
 import torch
 
+from g2rpo_ray.algorithms import make_algorithm
 from g2rpo_ray.common.device import add_in_one_order, give_back, keep_to_share, role_device
 from g2rpo_ray.common.errors import RunError
 from g2rpo_ray.common.logs import log_as, log_context, logged
@@ -26,7 +27,7 @@ from g2rpo_ray.learner.checkpoints.format import (
     write_rank,
 )
 from g2rpo_ray.learner.checkpoints.parts import StatePart
-from g2rpo_ray.learner.engine import LearnerEngine, join_process_group
+from g2rpo_ray.learner.engine import LearnerEngine, compile_ahead, join_process_group
 from g2rpo_ray.learner.update import UpdateReport, assign, update_on_groups
 from g2rpo_ray.models.batches import name_memory
 from g2rpo_ray.models.kernels import compile_blocks
@@ -91,6 +92,10 @@ class Learner:
             add_in_one_order()
         if settings.compile:
             compile_blocks(policy, self.config.rollout.compile_cache)
+            # ZeRO-3 hooks itself into every module, and so has other code.
+            if settings.zero_stage < 3:
+                rows = make_algorithm(self.config).learner_rows()
+                compile_ahead(policy, rows, self.config.prompts.max_sequence_length)
         old_policy = self.config.draws_average
         if checkpoint is None:
             self.engine = LearnerEngine(policy, settings, old_policy=old_policy)

@@ -126,13 +126,12 @@ class Predictor:
             if isinstance(algorithm, MemberWalks) and algorithm.shared_initial_noise:
                 alike = list(algorithm.indices(0)).index(algorithm.sde_steps(0)[0])
             passes = alike + math.ceil(members / batch) * ((counts.evaluations - alike) // members)
-            rows = members // updates
-            learner = steps * math.ceil(rows / batch), together * min(batch, rows)
-            return PromptWork(counts, passes, 1, *learner)
+            batches = steps * math.ceil(members // updates / batch)
+            return PromptWork(counts, passes, 1, batches, algorithm.learner_rows())
         # The anchor alone, then one queue of completions in full batches.
         anchor = self.config.sampling.steps
         passes = anchor + math.ceil((counts.evaluations - anchor) / batch)
-        return PromptWork(counts, passes, counts.groups, steps, together)
+        return PromptWork(counts, passes, counts.groups, steps, algorithm.learner_rows())
 
     @property
     def updates(self) -> int:

@@ -10,6 +10,7 @@ import ray
 import torch
 from ray.actor import ActorHandle
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 
 from g2rpo_ray.config import Config
 from g2rpo_ray.learner.checkpoints.format import CheckpointInfo
@@ -47,12 +48,30 @@ class Rank(Learner):
     def state_parts(self) -> list[StatePart]:
         return self.engine.state_parts()
 
-    def update_without_compiler(self, groups: list[ray.ObjectRef]) -> UpdateReport:
-        """An update on a machine where torch.compile cannot work."""
+    def restart_without_compiler(
+        self, config: Config, address: str, port: int, checkpoint: Path | None
+    ) -> str:
+        """On a machine where torch.compile cannot work."""
         torch._dynamo.reset()
         failure = RuntimeError("no compiler for this card")
         with mock.patch("torch._inductor.compile_fx.compile_fx", side_effect=failure):
-            return self.update(groups)
+            return self.restart(config, address, port, checkpoint)
+
+    def codes_compiled(
+        self, config: Config, groups: list[ray.ObjectRef], meeting: tuple[str, int]
+    ) -> tuple[int, int, UpdateReport]:
+        """By the end of the start, and by that of the first update; without inductor, whose C++
+        takes a minute."""
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        with mock.patch(
+            "torch._inductor.compile_fx.compile_fx", lambda graph, x, **_: aot_eager(graph, x)
+        ):
+            self.restart(config, *meeting, None)
+            codes = torch._dynamo.utils.counters["stats"]
+            at_start = codes["unique_graphs"]
+            report = self.update(groups)
+        return at_start, codes["unique_graphs"], report
 
     def step_with_gradient(self, value: float) -> float:
         """An optimizer step on a gradient that is ``value`` everywhere."""
@@ -83,6 +102,10 @@ class Ranks:
     def start(self, *overrides: str, checkpoint: Path | None = None) -> None:
         count = f"learner.ranks={len(self.actors)}"
         self.start_as(small_config(self.run_dir, count, *overrides), checkpoint)
+
+    def start_without_compiler(self, *overrides: str) -> None:
+        config = small_config(self.run_dir, "learner.compile=true", *overrides)
+        self.call("restart_without_compiler", config, *self.meeting, None)
 
     def start_as(self, config: Config, checkpoint: Path | None = None) -> None:
         self.call("restart", config, *self.meeting, checkpoint)

@@ -301,13 +301,30 @@ def test_a_gradient_that_is_no_number_stops_the_run(
     assert equal_weights(ranks[count].state(), before)
 
 
-def test_a_failure_to_compile_names_the_setting(
-    ranks: dict[int, Ranks], groups: list[RolloutGroup]
-) -> None:
-    ranks[1].start(*MODES["full"], "learner.compile=true")
+def test_a_failure_to_compile_names_the_setting(ranks: dict[int, Ranks]) -> None:
     with pytest.raises(LearnerError) as caught:
-        ranks[1].call("update_without_compiler", [ray.put(groups[0])])
+        ranks[1].start_without_compiler(*MODES["full"])
     message = str(caught.value)
     assert "torch.compile failed on the learner's blocks" in message
     assert "no compiler for this card" in message
     assert "learner.compile=false" in message
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_first_update_finds_all_code_compiled(
+    checkpointing: bool,
+    ranks: dict[int, Ranks],
+    mode: str,
+    groups: list[RolloutGroup],
+    expected: Mapping[int, tuple[State, list[float]]],
+) -> None:
+    overrides = [f"model.gradient_checkpointing={str(checkpointing).lower()}", "learner.ranks=1"]
+    overrides += [*MODES[mode], "learner.compile=true", "learner.zero_stage=2"]
+    config = small_config(ranks[1].run_dir, *overrides)
+    refs = [ray.put(group) for group in groups[:3]]
+    ((at_start, then, report),) = ranks[1].call("codes_compiled", config, refs, ranks[1].meeting)
+    assert 0 < at_start == then
+    # And the update is the one of ranks that start without it.
+    state, grad_norms = expected[3]
+    assert report.grad_norms == pytest.approx(grad_norms, rel=1e-4)
+    assert relative_error(part(ranks[1].state(), "weight."), part(state, "weight.")) < ROUNDING

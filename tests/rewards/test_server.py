@@ -310,6 +310,7 @@ def test_no_answer_in_time_is_named_with_the_setting_and_costs_the_scorer_nothin
         with pytest.raises(InvalidRewardError) as caught:
             servers.with_settings(timeout_s=0.3, retries=0).score("good but given up")
         assert "no answer within 0.3 s (rewards.single.timeout_s)" in str(caught.value)
+        wait_until(lambda: requests_with("single") == 1, "the replica to hear of it")
     servers.score("good after that")
     assert servers.calls("good but given up") == 0
 
@@ -327,9 +328,10 @@ def test_requests_of_an_actor_that_has_ended_are_not_scored(servers: Servers) ->
     release.unlink(missing_ok=True)
     ray.get(asker.ask.remote(servers.client, ["hold for one that ends", "good but orphaned"]))
     wait_for_call(servers, "hold for one that ends")
-    time.sleep(0.5)  # for the second to come, too
+    wait_until(lambda: requests_with("single") == 2, "the second to come, too")
     ray.kill(asker)
     wait_until(lambda: actors(asker._actor_id.hex())["State"] == "DEAD", "the asker's end")
+    wait_until(lambda: requests_with("single") < 2, "the replica to hear of it")
     release.touch()
     servers.score("good after the orphans")
     assert servers.calls("good but orphaned") == 0
@@ -361,6 +363,17 @@ def held(servers: Servers, reward: str = "single") -> Iterator[None]:
     finally:
         release.touch()
     first.result()
+
+
+def requests_with(reward: str) -> int:
+    """How many its replicas have, at work or waiting."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    replicas = [
+        ray.get_actor(actor["name"], actor["namespace"])
+        for actor in named
+        if actor["name"].startswith(f"SERVE_REPLICA::test-{reward}#")
+    ]
+    return sum(ray.get([replica.get_num_ongoing_requests.remote() for replica in replicas]))
 
 
 def submit_all(client: RewardClient, requests: Iterable[tuple[str, Tensor]]) -> list[SentRequests]:
