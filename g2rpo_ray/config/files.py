@@ -1,5 +1,6 @@
 """Configuration files: YAML and dotted overrides."""
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,11 +59,17 @@ def save_config(config: Config, path: Path) -> None:
 
     Whole or not at all: a resumed run writes it anew, perhaps on a disk that is full by now.
     """
-    replace_text(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    tree = config.model_dump(mode="json")
+    replace_text(path, yaml.dump(tree, Dumper=_YamlDumper, sort_keys=False))
+
+
+class _YamlDumper(yaml.SafeDumper):
+    """Quotes what is a number to either version of YAML: ``08`` is text to the first."""
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """YAML 1.2 numbers (``1e-4`` is one), and a doubled key is an error instead of the last one."""
+    """YAML 1.2 numbers (``1e-4`` is one, ``010`` is ten and ``1:04`` none), and a doubled key is an
+    error instead of the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen, problem = set(), ""
@@ -77,16 +84,37 @@ class _YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float"))
+# YAML 1.1's are octal where they begin with 0, base 60 with colons in them.
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# The core schema of YAML 1.2.2, section 10.3.2.
+for _tag, _pattern in (
+    (_INT, r"[-+]?\d+$|0o[0-7]+$|0x[0-9a-fA-F]+$"),
+    (_FLOAT, r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+):
+    for _class in (_YamlLoader, _YamlDumper):
+        _class.add_implicit_resolver(_tag, re.compile(_pattern), list("-+0123456789."))
+
+
+def _int(_: _YamlLoader, node: yaml.ScalarNode) -> int:
+    base = {"0o": 8, "0x": 16}.get(node.value[:2], 10)
+    return int(node.value, base)
+
+
+_YamlLoader.add_constructor(_INT, _int)
 
 
 def _parse_yaml(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, _YamlLoader)
+        tree = yaml.load(text, _YamlLoader)
+        # Aliases can make a tree that holds itself, which has no end.
+        json.dumps(tree, default=str, skipkeys=True)
+        return tree
+    except RecursionError:
+        raise ConfigError(f"{source}: too deep: settings within settings within ...") from None
     except (yaml.YAMLError, ValueError) as error:
         # A ValueError: what looks like a date, and is none. Without the line: it may be a secret.
         for mark in (getattr(error, "context_mark", None), getattr(error, "problem_mark", None)):

@@ -20,9 +20,9 @@ class SamplingSection(Section):
     schedule: Literal["static", "dynamic"] = "static"
     """``static`` shifts by ``shift``; ``dynamic`` is the model's own, which may depend on
     the resolution: what its folder's ``scheduler_config.json`` says."""
-    shift: float = Field(3.0, gt=0)
+    shift: float = Field(3.0, ge=0.01, le=100)
     """Static shift of the schedule; the papers use 3."""
-    guidance: float = Field(3.5, ge=0)
+    guidance: float = Field(3.5, ge=0, le=100)
     """Guidance scale, as the model's pipeline takes it: an input of FLUX.1-dev's network; of
     other models that of classifier-free guidance, two passes of the network in one evaluation. A
     distilled model takes none: 1."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,10 +76,12 @@ def parse_weights(config: Config, named: Sequence[str], pins: Path) -> list[Weig
     for text in named:
         label, equals, source = text.rpartition("=")
         label = label if equals else _label_of(source)
-        if not re.fullmatch(r"[\w.+-]+", label):
+        # Not '..': what is kept under a label is deleted first. 'a.json' is the record of 'a'.
+        if not re.fullmatch(r"[\w+-][\w.+-]*", label) or label.endswith(".json"):
             raise EvaluationError(
-                f"--checkpoint {text}: the label {label!r} may hold letters, digits and . _ + - "
-                "(it becomes a folder's name); write --checkpoint LABEL=PATH"
+                f"--checkpoint {text}: the label {label!r} may hold letters, digits and . _ + -, "
+                "does not begin with . and does not end with .json (it becomes a folder's name); "
+                "write --checkpoint LABEL=PATH"
             )
         if label in sources:
             raise EvaluationError(
@@ -127,7 +130,7 @@ def make_rows(
 
 def _label_of(source: str) -> str:
     # A run's folder says more than 'iteration_000080'; both together name a checkpoint.
-    path = Path(source)
+    path = Path(os.path.normpath(Path(source).expanduser().absolute()))
     if path.parent.name == "checkpoints":
         return f"{path.parent.parent.name}-{path.name}"
     return path.name
@@ -139,6 +142,10 @@ def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
     pin, record = pins / label, pins / f"{label}.json"
     if record.is_file():
         known = read_json_object(record, EvaluationError)
+        if missing := {"source", "checkpoint", "checksum", "training"} - known.keys():
+            raise EvaluationError(
+                f"{record}: {', '.join(sorted(missing))} missing; remove the file"
+            )
         if known["source"] == source:
             path = Path(known["checkpoint"])
             _keep(path, pin, known["checksum"])

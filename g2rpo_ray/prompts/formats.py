@@ -173,6 +173,10 @@ def _documents(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             raise _not_understood(
                 f"{path}, line {error.lineno}: not JSON: {error.msg}", text
             ) from None
+        # A number of more digits than Python reads.
+        except ValueError as error:
+            found = f"{path}, from line {line} on: a number of too many digits: {error}"
+            raise _not_understood(found, text) from None
         except RecursionError:
             raise _not_understood(f"{path}, line {line}: JSON nested too deep", text) from None
         yield f"{path}, line {line}", content

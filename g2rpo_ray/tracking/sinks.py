@@ -73,7 +73,7 @@ class TensorBoard(Sink):
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder = folder
-        with writing(folder):
+        with writing(folder, TrackingError):
             self._writer = SummaryWriter(str(folder), purge_step=resume_iteration)
 
     def scalars(self, iteration: int, values: Mapping[str, float]) -> None:
@@ -154,6 +154,8 @@ def read_lines(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     broken: TrackingError | None = None
     if not path.exists():
         return records
+    if path.is_dir():
+        raise TrackingError(f"{path} is a folder; a run's metrics are lines of a file of this name")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if broken is not None:
@@ -175,6 +177,9 @@ def _parse_record(line: bytes) -> dict[str, Any]:
         raise ValueError("expected an object with an integer 'iteration'")
     if record.get("kind") not in ("train", "evaluation"):
         raise ValueError(f"'kind' is {record.get('kind')!r}; allowed: 'train', 'evaluation'")
+    for name, value in record.items():
+        if name.startswith("heldout/") and not isinstance(value, int | float | None):
+            raise ValueError(f"{name!r} is {value!r:.60}; expected a number, or null")
     return record
 
 

@@ -22,7 +22,7 @@ from g2rpo_ray.rewards.prompts import check_prompts
 from g2rpo_ray.run.folder import Run, begin_life, changed_settings, open_run
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.tracking.memory import PeakMemory
-from g2rpo_ray.tracking.metrics import MetricsLog
+from g2rpo_ray.tracking.metrics import MetricsLog, read_metrics
 from g2rpo_ray.tracking.progress import Progress
 
 
@@ -74,6 +74,12 @@ class Session:
             yield
 
 
+def _unrecorded(run: Run) -> int:
+    """How many iterations behind its state a run's own record does not have."""
+    recorded = {record["iteration"] for record in read_metrics(run.folder, "train")}
+    return len(set(range(1, run.info.iteration + 1)) - recorded)
+
+
 def _embeddings_to_keep(config: Config, heldout: int) -> int:
     """Held-out prompts whose embeddings the run's folder lacks."""
     if embeddings_of(config, config.prompts.heldout):
@@ -114,6 +120,12 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
     session = Session(config, open_run(config, resume), train, heldout)
     if resume == "auto":
         session.progress.note(f"--resume auto {session.run.where_it_starts()}")
+        if missing := _unrecorded(session.run):
+            session.progress.note(
+                f"metrics.jsonl lacks {missing} of the {session.run.info.iteration} iterations "
+                "before: evaluation.guards and patience, checkpoint.best and the report go by "
+                "what is there"
+            )
     for change in changes:
         session.progress.note(f"changed since the run was started: {change}")
     log_as("driver")

@@ -1,7 +1,10 @@
 """A wrong key or value is named with what is allowed there."""
 
+from pathlib import Path
+
 import pytest
 
+from g2rpo_ray.config import load_config, save_config
 from tests.config.quick import error_of, quickstart
 from tests.tiny import QUICKSTART
 
@@ -67,6 +70,36 @@ def test_what_only_looks_like_a_number_is_refused(text: str) -> None:
     assert "learner.learning_rate: Input should be a valid number" in error_of(
         f"learner.learning_rate={text}"
     )
+
+
+@pytest.mark.parametrize(("text", "seed"), [("010", 10), ("08", 8), ("0o10", 8), ("0x1F", 31)])
+def test_numbers_are_those_of_yaml_1_2(text: str, seed: int) -> None:
+    assert quickstart(f"seed={text}").seed == seed
+
+
+@pytest.mark.parametrize("text", ["1:04", "1_28", "0b11"])
+def test_numbers_of_yaml_1_1_alone_are_none(text: str) -> None:
+    assert f"seed: Input should be a valid integer (got '{text}')" in error_of(f"seed={text}")
+
+
+@pytest.mark.parametrize("name", ["08", "010", "0o10", "0x1F", "1e5", "1:04", "1_28", "no", ".5"])
+def test_text_that_looks_like_a_number_stays_text_in_a_file(name: str, tmp_path: Path) -> None:
+    config = quickstart(f"run_dir='{name}'")
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["rewards=&a {x: *a}", "cluster.environment=&a [*a]", "rewards.hps.options=&a {x: *a}"],
+)
+def test_settings_that_hold_themselves_are_refused(override: str) -> None:
+    assert "Circular reference" in error_of(override)
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "{a: " * 1000])
+def test_settings_too_deep_to_read_are_refused(text: str) -> None:
+    assert "too deep: settings within settings" in error_of(f"sampling.steps={text}")
 
 
 def test_settings_cannot_be_changed_later() -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -227,11 +228,30 @@ def test_missing_scores_are_told_and_tried_again_by_the_next_command(
     [
         (["base", "a=base", "a=last"], "--checkpoint a=last: the label 'a' is taken"),
         (["my weights=last"], "the label 'my weights' may hold letters"),
+        (["..=last"], "the label '..' may hold letters"),
+        ([".=last"], "the label '.' may hold letters"),
+        (["a=last", "a.json=last"], "the label 'a.json' may hold letters"),
     ],
 )
-def test_labels(config: Config, named: list[str], message: str) -> None:
-    with pytest.raises(EvaluationError, match=message):
-        parse_weights(config, named, Path(config.run_dir).parent / "pins")
+def test_labels(config: Config, tmp_path: Path, named: list[str], message: str) -> None:
+    (tmp_path / "kept").touch()
+    with pytest.raises(EvaluationError, match=re.escape(message)):
+        parse_weights(config, named, tmp_path / "weights")
+    assert (tmp_path / "kept").exists()
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_run_named_by_dots_has_its_own_label(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(config.run_dir)
+    monkeypatch.chdir(run / "checkpoints")
+    (weights,) = parse_weights(config, [".."], tmp_path / "weights")
+    assert weights.label == run.name
+    # What an earlier evaluation left is not what it should be.
+    (tmp_path / "weights" / f"{run.name}.json").write_text("{}")
+    with pytest.raises(EvaluationError, match="checkpoint, checksum, source, training missing"):
+        parse_weights(config, [".."], tmp_path / "weights")
 
 
 @pytest.mark.usefixtures("trained")

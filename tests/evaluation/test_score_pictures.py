@@ -125,6 +125,10 @@ def test_parquet(tmp_path: Path) -> None:
     pq.write_table(pa.table({"caption": ["a"]}), tmp_path / "none.parquet")
     message = refused(tmp_path / "none.parquet", tmp_path / "o", overrides("bright"))
     assert "no column of pictures" in message
+    texts = pa.table({"image": [{"bytes": "a text"}]})
+    pq.write_table(texts, tmp_path / "texts.parquet")
+    message = refused(tmp_path / "texts.parquet", tmp_path / "o", overrides("bright"))
+    assert "no column of pictures" in message
 
 
 def test_a_caption_that_is_empty_says_so(tmp_path: Path) -> None:
@@ -139,3 +143,25 @@ def test_a_caption_that_is_empty_says_so(tmp_path: Path) -> None:
     ):
         assert rows[f"{name}.png"]["bright"] is None
         assert rows[f"{name}.png"]["problem"] == f"bright: {cause}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("scores.jsonl", '["x"]\n', "scores.jsonl: not readable"),
+        ("request.json", None, "request.json: 'rewards' is no object"),
+    ],
+)
+def test_damaged_files_of_an_earlier_time_are_named(
+    tmp_path: Path, name: str, content: str | None, message: str
+) -> None:
+    table = pa.table({"image": [{"bytes": png(51)}], "caption": ["a"]})
+    pq.write_table(table, tmp_path / "p.parquet")
+    run(tmp_path / "p.parquet", tmp_path / "out", overrides("bright"))
+    file = tmp_path / "out" / name
+    if content is None:
+        content = json.dumps(json.loads(file.read_text()) | {"rewards": []})
+    file.write_text(content)
+    told = refused(tmp_path / "p.parquet", tmp_path / "out", overrides("bright"))
+    assert message in told
+    assert "remove the file" in told

@@ -121,6 +121,7 @@ def test_plain_lines_stay_plain(tmp_path: Path, prompts: list[str]) -> None:
         ("commas.jsonl", '{"prompt": "a"},\n{"prompt": "b"}', "line 1: not JSON"),
         ("plain.jsonl", "a cat\na dog", "line 1: not JSON: Expecting value"),
         ("deep.json", "[" * 100_000, "line 1: JSON nested too deep"),
+        ("long.jsonl", '{"prompt": "a", "n": ' + "1" * 5001 + "}", "a number of too many digits"),
         ("late.txt", "a cat\n[\n", "line 2: '[' is no prompt"),
         ("late.txt", 'a cat\n{"prompt": "a"}\n', """line 2: '{"prompt": "a"}' is no prompt"""),
         ("commas.csv", "prompt,id\na cat, a dog,1\n", "line 2: 3 cells, where the first row has 2"),

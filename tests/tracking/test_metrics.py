@@ -81,12 +81,34 @@ def test_looking_for_evaluations_costs_no_more_memory_in_a_longer_run(tmp_path: 
     assert peak_bytes(1000) < 1.2 * peak_bytes(100)
 
 
-@pytest.mark.parametrize("broken", ["nonsense", "[1]", '{"iteration": 2}', '{"kind": "train"}'])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "nonsense",
+        "[1]",
+        '{"iteration": 2}',
+        '{"kind": "train"}',
+        '{"iteration": 2, "kind": "evaluation", "heldout/hps": "x"}',
+    ],
+)
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path, broken: str) -> None:
     good = '{"iteration": 1, "kind": "train"}'
     (tmp_path / "metrics.jsonl").write_text(f"{good}\n{broken}\n{good}\n")
     with pytest.raises(TrackingError, match=r"metrics\.jsonl, line 2"):
         read_metrics(tmp_path)
+
+
+def test_folders_and_files_in_each_others_place_are_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl is a folder"):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").rmdir()
+    (tmp_path / "tensorboard").touch()
+    with (
+        pytest.raises(TrackingError, match="tensorboard: cannot be written"),
+        MetricsLog(tmp_path, TrackingSection(), {}),
+    ):
+        pytest.fail("a file was taken for a folder")
 
 
 def test_a_new_run_does_not_append_to_an_old_one(tmp_path: Path) -> None:

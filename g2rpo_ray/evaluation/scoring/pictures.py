@@ -187,7 +187,8 @@ def _parquet(file: Path, name: str, key: str) -> Iterator[Picture]:
 
 def _holds_pictures(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0
+        place = kind.get_field_index("bytes")
+        return place >= 0 and _holds_pictures(kind.field(place).type)
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 

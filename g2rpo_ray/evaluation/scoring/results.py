@@ -97,6 +97,10 @@ class Results:
                 f"--out {self.folder}: holds something else ({others}); name another folder"
             )
         self.rows |= self._read()
+        if not isinstance(earlier["rewards"], dict):
+            raise ScoreError(
+                f"{path}: 'rewards' is no object; remove the file, or name another --out"
+            )
         # What gave no score yet may be mended.
         scored = {name for row in self.rows.values() for name in row.scores}
         known, now = earlier["rewards"], request["rewards"]
@@ -113,7 +117,7 @@ class Results:
     def _read(self) -> dict[str, Scored]:
         try:
             rows = [_row(row) for line in whole_lines(self._log) for row in json.loads(line)]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise ScoreError(f"{self._log}: not readable: {error}; remove the file") from error
         return {row.picture: row for row in rows}
 
