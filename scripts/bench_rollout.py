@@ -79,19 +79,15 @@ def main() -> None:
         torch.set_num_threads(config.rollout.threads)
         results = Results(options.json, config)
         # Rates of a large square product, after a pause and as warm as a rollout makes a card.
-        side, dtype, device = (
-            1024 if options.tiny else 8192,
-            DTYPES[config.model.dtype],
-            device_of(config),
-        )
-        seconds = measuring.matrix_s(side, dtype, device)
-        warm_s = measuring.matrix_s_in_a_row(side, dtype, device, for_s=0.2 if options.tiny else 4)
-        results.add(
-            {
-                "matrix_tflop_per_s": round(2 * side**3 / seconds / 1e12, 3),
-                "matrix_in_a_row_tflop_per_s": round(2 * side**3 / warm_s / 1e12, 3),
-            }
-        )
+        side = 1024 if options.tiny else 8192
+        product = side, DTYPES[config.model.dtype], device_of(config)
+        seconds = {
+            "matrix_tflop_per_s": measuring.matrix_s(*product),
+            "matrix_in_a_row_tflop_per_s": measuring.matrix_s_in_a_row(
+                *product, for_s=0.2 if options.tiny else 4
+            ),
+        }
+        results.add({name: round(2 * side**3 / s / 1e12, 3) for name, s in seconds.items()})
         if not options.no_published:
             published_stage(results, config, [k for k in PUBLISHED if k in config.g2rpo.sde_steps])
         for variant in options.variants.split(","):
