@@ -71,9 +71,10 @@ class Compared:
 
 
 def as_json(results: Sequence[Result]) -> Any:
-    """Without what says where they were made."""
-    places = {"__all__": {"job": {"config", "keep", "until_s"}}}
-    return TypeAdapter(list[Result]).dump_python(list(results), mode="json", exclude=places)
+    """Without what says where they were made, and without what ``judgement.py`` reads."""
+    places: dict[str, set[str] | bool] = {"job": {"config", "keep", "until_s"}, "judged": True}
+    kind = TypeAdapter(list[Result])
+    return kind.dump_python(list(results), mode="json", exclude={"__all__": places})
 
 
 def learning_rates(options: argparse.Namespace, templates: Sequence[Job]) -> dict[str, float]:
@@ -241,12 +242,16 @@ def main() -> int:
     parser.add_argument("--evaluations", type=int, default=44_000, help="(b); 0: the cheapest row")
     parser.add_argument("--seconds", type=float, default=0.0, help="budget (c); 0: the fastest row")
     parser.add_argument("--every", type=int, default=20, help="iterations between evaluations")
+    parser.add_argument("--also", nargs="*", type=int, default=[], help="one after these, too")
     parser.add_argument("--heldout", type=int, default=96, help="held-out prompts")
+    parser.add_argument("--curve-prompts", type=int, help="of them, before the end; none: all")
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[1e-4])
     parser.add_argument("--tuning", type=Path, help="file of each row's learning rate")
     parser.add_argument("--tuning-evaluations", type=int, default=22_000, help="budget of tuning")
     parser.add_argument("--tuning-iterations", type=int, default=1, help="and at least so many")
-    parser.add_argument("--runs", type=Path, help="an earlier --json to show; nothing is trained")
+    parser.add_argument(
+        "--runs", nargs="+", type=Path, metavar="JSON", help="show earlier ones; nothing is trained"
+    )
     parser.add_argument("--config", type=Path, default=Job.config, help="settings of every run")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side")
     parser.add_argument("--cards", type=int, default=0, help="to share; 0: the CPU")
@@ -280,6 +285,8 @@ def main() -> int:
         max_evaluations=options.evaluations,
         max_s=options.seconds,
         every=options.every,
+        also=options.also,
+        curve_prompts=options.curve_prompts,
         overrides=[
             f"evaluation.prompts={options.heldout}",
             *(measuring.settings("shared_card") if options.cards else []),
@@ -294,14 +301,15 @@ def main() -> int:
         for row in options.rows
     ]
     if options.runs:
-        results = measuring.read_json(options.runs, Compared).runs
+        results = [run for each in options.runs for run in measuring.read_json(each, Compared).runs]
     else:
         tuned = [each for each in templates if each.row not in own_rates]
         rates = learning_rates(options, tuned) | own_rates
         jobs = [
             replace(each, learning_rate=rates[each.row], seed=seed)
-            for each in templates
+            # Every row has as many seeds as another where time ends it.
             for seed in options.seeds
+            for each in templates
         ]
         if not jobs:
             return 0

@@ -1,21 +1,24 @@
 """What the runs of a comparison say at each step count: means, intervals, pairs that are settled.
 
-    python scripts/judgement.py runs/compared --markdown judged.md
+    python scripts/judgement.py runs/compared --pack judged.npz --markdown judged.md
+    python scripts/judgement.py docs/comparison/hard_judged.npz --pairs oracle
 
-Reads the folder that ``compare_algorithms.py --keep --judge-steps`` filled. Every run is judged on
-the same prompts from the same noise, and so is the base model: all differences are paired by
-prompt. Intervals are 95%, by bootstrap over seeds and, inside a seed, over prompts. A pair of rows
-is settled where its difference's interval at the level of ``1 - 0.05 / pairs`` excludes zero
-(Bonferroni). For the others, the seeds that would settle them at a power of .8, if the difference
-is what was seen.
+Reads the folder that ``compare_algorithms.py --keep --judge-steps`` filled, or what was packed of
+such; of several, together. Every run is judged on the same prompts from the same noise, and so is
+the base model: all differences are paired by prompt, and those of rows by seed. Intervals are 95%,
+by bootstrap over seeds and over prompts. A pair of rows is settled where the interval of its
+difference at the level of ``1 - 0.05 / pairs`` (Bonferroni) and a t interval over the seeds' means
+at 95% both exclude zero: a bootstrap of few seeds is too sure. For the others, the seeds that would
+settle them at a power of .8, if the difference is what was seen.
 """
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +30,8 @@ from comparing.runs import BASE
 Array = npt.NDArray[np.float64]
 DRAWS = 4000
 Z = 1.96 + 0.84  # two-sided 5%, power .8
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Quantiles of Student's t with 1, 2, ... degrees of freedom; beyond, the last is taken."""
 
 
 @dataclass
@@ -34,6 +39,7 @@ class Of:
     """Whose result it is."""
 
     row: str
+    seed: int = 0
 
 
 @dataclass
@@ -45,34 +51,152 @@ class Judged:
     judged: dict[int, dict[str, list[float]]]
 
 
-def read_runs(folder: Path) -> dict[str, dict[int, dict[str, Array]]]:
-    """Row -> step count -> reward -> ``[seeds, prompts]``, of runs that are done."""
-    runs: dict[str, list[dict[int, dict[str, list[float]]]]] = {}
-    for file in sorted(folder.glob("*/result.json")):
+Runs = dict[tuple[str, int], dict[int, dict[str, Array]]]
+"""(row, seed) -> step count -> reward -> ``[prompts]``."""
+
+
+def read_runs(source: Path) -> Runs:
+    """Those of a folder that are done, or of a packed file.
+
+    Raises:
+        FileError: a file is not what was written.
+    """
+    if source.suffix == ".npz":
+        return _unpacked(source)
+    runs: Runs = {}
+    for file in sorted(source.glob("*/result.json")):
         result = measuring.read_json(file, Judged)
         if result.done and result.judged:
-            runs.setdefault(result.job.row, []).append(result.judged)
-    return {
-        row: {
-            steps: {reward: np.array([run[steps][reward] for run in judged]) for reward in rewards}
-            for steps, rewards in judged[0].items()
-        }
-        for row, judged in runs.items()
+            runs[result.job.row, result.job.seed] = {
+                steps: {reward: np.array(values) for reward, values in rewards.items()}
+                for steps, rewards in result.judged.items()
+            }
+    return runs
+
+
+def pack(runs: Runs, file: Path) -> None:
+    """As float32, in one file that may be kept with the tables."""
+    arrays: dict[str, Any] = {
+        f"{row}|{seed}|{steps}|{reward}": values.astype(np.float32)
+        for (row, seed), judged in runs.items()
+        for steps, rewards in judged.items()
+        for reward, values in rewards.items()
     }
+    np.savez_compressed(file, **arrays)
+
+
+def _unpacked(file: Path) -> Runs:
+    runs: Runs = {}
+    try:
+        with np.load(file) as kept:
+            for name, values in kept.items():
+                row, seed, steps, reward = name.split("|")
+                of_run = runs.setdefault((row, int(seed)), {})
+                of_run.setdefault(int(steps), {})[reward] = values.astype(np.float64)
+    except (OSError, ValueError) as error:
+        raise measuring.FileError(f"{file}: not what --pack writes: {error}") from error
+    return runs
+
+
+class Judgement:
+    """The runs by row, and what they say together."""
+
+    def __init__(self, runs: Runs) -> None:
+        self.base = next(judged for (row, _), judged in runs.items() if row == BASE)
+        self.seeds: dict[str, list[int]] = {}
+        for row, seed in sorted(runs, key=lambda run: run[1]):
+            if row != BASE:
+                self.seeds.setdefault(row, []).append(seed)
+        self.rows = list(self.seeds)
+        self.pairs = list(combinations(self.rows, 2))
+        self._runs = runs
+
+    def scores(self, row: str, steps: int, reward: str, seeds: Sequence[int] = ()) -> Array:
+        """``[seeds, prompts]``; of all the row's seeds by default."""
+        asked = seeds or self.seeds[row]
+        return np.stack([self._runs[row, seed][steps][reward] for seed in asked])
+
+    def difference(self, one: str, other: str, steps: int, reward: str) -> Array:
+        """``[seeds, prompts]``, of the seeds that both rows have."""
+        both = [seed for seed in self.seeds[one] if seed in self.seeds[other]]
+        if not both:
+            return np.empty((0, 0))
+        return self.scores(one, steps, reward, both) - self.scores(other, steps, reward, both)
+
+    def tables(self, of_pairs: Sequence[str] | None = None) -> Iterator[str]:
+        """Of the rows at each step count; of how they change with the steps; then, for each reward
+        of ``of_pairs`` (none: all), of the pairs."""
+        counts, rewards = list(self.base), list(next(iter(self.base.values())))
+        for steps in counts:
+            yield from self._of_rows(steps, rewards)
+        if len(counts) > 1:
+            yield from self._changes(counts, rewards)
+        for reward in rewards if of_pairs is None else of_pairs:
+            yield f"### Differences in {reward}\n"
+            yield "| pair | " + " | ".join(f"{steps} steps" for steps in counts) + " |"
+            yield "| --- |" + " --- |" * len(counts)
+            for one, other in self.pairs:
+                cells = [self._pair(self.difference(one, other, s, reward)) for s in counts]
+                yield f"| {one} - {other} | " + " | ".join(cells) + " |"
+            yield ""
+
+    def _of_rows(self, steps: int, rewards: Sequence[str]) -> Iterator[str]:
+        of_base = self.base[steps]
+        yield f"### Judged at {steps} steps\n"
+        yield "| row | seeds | " + " | ".join(rewards) + " | prompts that got worse (oracle) |"
+        yield "| --- |" + " ---: |" * (len(rewards) + 2)
+        yield "| base model | | " + " | ".join(f"{of_base[r].mean():.3f}" for r in rewards) + " | |"
+        for row in self.rows:
+            cells = [_cell(interval(self.scores(row, steps, reward))) for reward in rewards]
+            worse = 0.0
+            if "oracle" in rewards:
+                below = self.scores(row, steps, "oracle") < of_base["oracle"] - 1e-6
+                worse = float(below.mean())
+            yield f"| {row} | {len(self.seeds[row])} | {' | '.join(cells)} | {worse:.1%} |"
+        yield ""
+
+    def _changes(self, counts: Sequence[int], rewards: Sequence[str]) -> Iterator[str]:
+        few, many = counts[len(counts) > 2], counts[-1]
+        yield f"### From {few} to {many} steps\n"
+        yield "| row | " + " | ".join(rewards) + " |"
+        yield "| --- |" + " ---: |" * len(rewards)
+        cells = [_cell(interval((self.base[many][r] - self.base[few][r])[None])) for r in rewards]
+        yield f"| base model | {' | '.join(cells)} |"
+        for row in self.rows:
+            changes = [self.scores(row, many, r) - self.scores(row, few, r) for r in rewards]
+            yield f"| {row} | {' | '.join(_cell(interval(each)) for each in changes)} |"
+        yield ""
+
+    def _pair(self, difference: Array) -> str:
+        if not difference.size:
+            return "no seed in common"
+        mean, low, high = interval(difference, 1 - 0.05 / len(self.pairs))
+        half = t_half_width(difference)
+        if (low > 0 or high < 0) and abs(mean) > half:
+            return f"**{mean:+.3f}** settled"
+        return f"{mean:+.3f} ± {half:.3f}; {seeds_needed(difference):.0f} seeds"
 
 
 def interval(values: Array, level: float = 0.95) -> tuple[float, float, float]:
     """Mean of ``[seeds, prompts]`` and its interval, by bootstrap over both."""
     generator = np.random.default_rng(0)
     seeds, prompts = values.shape
-    means = np.empty(DRAWS)
-    for draw in range(DRAWS):
-        of_seeds = generator.integers(seeds, size=(seeds, 1))
-        of_prompts = generator.integers(prompts, size=(1, prompts))
-        means[draw] = values[of_seeds, of_prompts].mean()
+    # How often each was drawn.
+    of_seeds = generator.multinomial(seeds, np.full(seeds, 1 / seeds), size=DRAWS)
+    of_prompts = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=DRAWS)
+    means = ((of_seeds @ values) * of_prompts).sum(axis=1) / (seeds * prompts)
     tail = (1 - level) / 2
     low, high = np.quantile(means, (tail, 1 - tail))
     return float(values.mean()), float(low), float(high)
+
+
+def t_half_width(difference: Array) -> float:
+    """Of the 95% t interval of the mean over seeds; of one seed there is none."""
+    seeds = len(difference)
+    if seeds < 2:
+        return math.inf
+    quantile = T_975[min(seeds - 1, len(T_975)) - 1]
+    return float(quantile * difference.mean(axis=1).std(ddof=1) / math.sqrt(seeds))
 
 
 def seeds_needed(difference: Array) -> float:
@@ -83,61 +207,31 @@ def seeds_needed(difference: Array) -> float:
     return math.ceil((Z * by_seed.std(ddof=1) / by_seed.mean()) ** 2)
 
 
-def tables(runs: dict[str, dict[int, dict[str, Array]]]) -> Iterator[str]:
-    """A table of rows and one of pairs for each step count."""
-    base = runs[BASE]
-    rows = [row for row in runs if row != BASE]
-    pairs = list(combinations(rows, 2))
-    for steps, of_base in base.items():
-        rewards = list(of_base)
-        yield f"### Judged at {steps} steps\n"
-        yield "| row | seeds | " + " | ".join(rewards) + " | prompts that got worse (oracle) |"
-        yield "| --- |" + " ---: |" * (len(rewards) + 2)
-        yield "| base model | | " + " | ".join(f"{of_base[r].mean():.3f}" for r in rewards) + " | |"
-        for row in rows:
-            judged = runs[row][steps]
-            cells = [_cell(interval(judged[reward])) for reward in rewards]
-            worse = (
-                (judged["oracle"] < of_base["oracle"] - 1e-6).mean() if "oracle" in judged else 0
-            )
-            yield f"| {row} | {len(judged[rewards[0]])} | {' | '.join(cells)} | {worse:.1%} |"
-        yield "\n| pair | " + " | ".join(rewards) + " |"
-        yield "| --- |" + " --- |" * len(rewards)
-        for one, other in pairs:
-            cells = [
-                _pair(runs[one][steps][reward], runs[other][steps][reward], len(pairs))
-                for reward in rewards
-            ]
-            yield f"| {one} - {other} | " + " | ".join(cells) + " |"
-        yield ""
-
-
-def _pair(one: Array, other: Array, pairs: int) -> str:
-    seeds = min(len(one), len(other))
-    difference = one[:seeds] - other[:seeds]
-    mean, low, high = interval(difference, 1 - 0.05 / max(pairs, 1))
-    if low > 0 or high < 0:
-        return f"**{mean:+.3f}** settled"
-    return f"{mean:+.3f} ({low:+.3f}, {high:+.3f}); {seeds_needed(difference):.0f} seeds"
-
-
 def _cell(found: tuple[float, float, float]) -> str:
     return f"{found[0]:.3f} ({found[1]:.3f}, {found[2]:.3f})"
 
 
 def main() -> int:
     parser = measuring.make_parser(__doc__)
-    parser.add_argument("folder", type=Path, help="of compare_algorithms.py --keep")
+    parser.add_argument(
+        "sources", nargs="+", type=Path, help="folders of compare_algorithms.py --keep, or .npz"
+    )
+    parser.add_argument("--pack", type=Path, metavar="NPZ", help="keep what was read in one file")
+    parser.add_argument("--pairs", nargs="*", metavar="REWARD", help="whose differences; all")
     parser.add_argument("--markdown", type=Path, help="write the tables")
     options = parser.parse_args()
-    runs = read_runs(options.folder)
-    if BASE not in runs or len(runs) < 2:
+    runs = {run: judged for each in options.sources for run, judged in read_runs(each).items()}
+    rows = {row for row, _ in runs}
+    if BASE not in rows or len(rows) < 2:
         what = "needs judged runs and the base model's"
         how = "give compare_algorithms.py --judge-steps and let it end"
-        print(f"{options.folder} {what}; {how}", file=sys.stderr)
+        print(f"{options.sources[0]} {what}; {how}", file=sys.stderr)
         return 2
-    text = "\n".join(tables(runs))
+    judgement = Judgement(runs)
+    text = "\n".join(judgement.tables(options.pairs))
     print(text)
+    if options.pack:
+        pack(runs, options.pack)
     if options.markdown:
         options.markdown.write_text(text + "\n")
     return 0

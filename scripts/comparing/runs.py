@@ -1,6 +1,7 @@
 """The runs of a comparison: what each does, in one process, and how it is kept."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,10 @@ class Job:
     """Folder of all runs."""
     until_s: float = 1e12
     """Time of the clock (``time.time``) at which the run pauses."""
+    also: list[int] = field(default_factory=list)
+    """Iterations after which there is one, too."""
+    curve_prompts: int | None = None
+    """Of the held-out prompts, those that are measured on the way; none: all."""
 
     @property
     def folder(self) -> Path | None:
@@ -128,7 +133,7 @@ def train(job: Job) -> Result:
         result.evaluations += spent
         result.train_s += seconds
         result.first_max_abs_log_ratio = max(result.first_max_abs_log_ratio or 0.0, ratio)
-        if result.iteration % job.every == 0:
+        if result.iteration % job.every == 0 or result.iteration in job.also:
             rewards = training.heldout_means()
             result.points.append(
                 Point(result.iteration, result.evaluations, result.train_s, rewards)
@@ -173,7 +178,7 @@ class Training:
         self.worker = local_worker(config)
         self.device = self.worker.device
         measuring.join_alone(self.device)
-        self._folder = job.folder
+        self._folder, self._curve_prompts = job.folder, job.curve_prompts
         state = None
         if self._folder and result.iteration:
             state = StateReader([self._folder / f"state-{result.iteration}.safetensors"])
@@ -214,7 +219,7 @@ class Training:
 
     def judge(self, steps: int) -> dict[str, list[float]]:
         """Mean score of each held-out prompt's pictures, by reward."""
-        results = self.heldout_scores(steps)
+        results = self.heldout_scores(steps, self.heldout)
         return {
             name: [round(float(scores[name].mean()), 5) for scores in results]
             for name in results[0]
@@ -249,23 +254,24 @@ class Training:
         return sum(group.evaluations for group in groups), max(first)
 
     def heldout_means(self) -> dict[str, float]:
-        results = self.heldout_scores(self.config.evaluation.steps)
+        few = evenly(self.heldout, self._curve_prompts or len(self.heldout))
+        results = self.heldout_scores(self.config.evaluation.steps, few)
         return {
             name: fmean(float(score) for scores in results for score in scores[name])
             for name in results[0]
         }
 
-    def heldout_scores(self, steps: int) -> list[dict[str, Tensor]]:
-        """Of each held-out prompt, by reward float32 ``[J]``: those of ``RolloutWorker.evaluate``,
-        but for rounding.
+    def heldout_scores(self, steps: int, asked: Sequence[Prompt]) -> list[dict[str, Tensor]]:
+        """Of each prompt, by reward float32 ``[J]``: those of ``RolloutWorker.evaluate``, but for
+        rounding.
 
         A pass takes as many prompts as fit: a card waits for the host of so small a network.
         """
         engine, count = self.worker.engine, self.config.evaluation.pictures_per_prompt
         shape, sampler = self.worker.policy.shape.packed, engine.sampler(steps)
         together, found = max(1, engine.batch_size // count), []
-        for first in range(0, len(self.heldout), together):
-            prompts = self.heldout[first : first + together]
+        for first in range(0, len(asked), together):
+            prompts = asked[first : first + together]
             noises = [heldout_noise(shape, prompt.prompt_id, count) for prompt in prompts]
             rows = {
                 name: torch.stack([p.embeds[name] for p in prompts]).repeat_interleave(count, dim=0)
@@ -279,8 +285,8 @@ class Training:
             )
             for prompt, pictures, lost in drawn:
                 scoring = self.worker.scoring
-                asked = scoring.submit(prompt.prompt_id, prompt.text, pictures, scoring.names)
-                scores = asked.result()
+                waiting = scoring.submit(prompt.prompt_id, prompt.text, pictures, scoring.names)
+                scores = waiting.result()
                 found.append(
                     {n: values.masked_fill(lost, torch.nan) for n, values in scores.items()}
                 )

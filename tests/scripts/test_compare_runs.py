@@ -96,7 +96,7 @@ def test_prompts_that_share_a_pass_have_the_scores_of_each_alone() -> None:
     alone = [
         training.worker.evaluate(prompt, HeldoutDraw(4, 2)).scores for prompt in training.heldout
     ]
-    together = training.heldout_scores(4)
+    together = training.heldout_scores(4, training.heldout)
     assert len(together) == 3
     for one, other in zip(alone, together, strict=True):
         assert one.keys() == other.keys()
@@ -119,7 +119,8 @@ def write_runs(folder: Path, rows: dict[str, list[float]], prompts: int = 40) ->
             judged = {"28": {"oracle": scores.tolist()}}
             file = folder / f"{row}-{seed}" / "result.json"
             file.parent.mkdir(parents=True)
-            file.write_text(json.dumps({"job": {"row": row}, "done": True, "judged": judged}))
+            job = {"row": row, "seed": seed}
+            file.write_text(json.dumps({"job": job, "done": True, "judged": judged}))
 
 
 def test_pairs_are_settled_by_seeds_and_prompts(script: ModuleType, tmp_path: Path) -> None:
@@ -132,11 +133,51 @@ def test_pairs_are_settled_by_seeds_and_prompts(script: ModuleType, tmp_path: Pa
             "unsure": [0.40, 0.55, 0.62, 0.44, 0.59],
         },
     )
-    text = "\n".join(script.tables(script.read_runs(tmp_path)))
+    runs = script.read_runs(tmp_path)
+    text = "\n".join(script.Judgement(runs).tables())
     lines = {line.split(" |")[0]: line for line in text.splitlines()}
     assert "settled" in lines["| better - worse"]
     assert "seeds" in lines["| better - unsure"]
     assert lines["| worse"].endswith("% |")
+    script.pack(runs, tmp_path / "judged.npz")
+    assert "\n".join(script.Judgement(script.read_runs(tmp_path / "judged.npz")).tables()) == text
+
+
+def test_rows_are_compared_by_the_seeds_that_both_have(script: ModuleType) -> None:
+    scores = {("one", 1): 0.5, ("one", 2): 0.9, ("other", 0): 0.1, ("other", 2): 0.6}
+    runs = {(row, seed): {8: {"oracle": np.full(4, mean)}} for (row, seed), mean in scores.items()}
+    runs[script.BASE, 0] = {8: {"oracle": np.zeros(4)}}
+    judgement = script.Judgement(runs)
+    assert judgement.difference("one", "other", 8, "oracle") == pytest.approx(np.full((1, 4), 0.3))
+    assert "inf; nan seeds" in "\n".join(judgement.tables())
+
+
+def test_a_bootstrap_of_few_seeds_alone_settles_nothing(script: ModuleType) -> None:
+    """Five seeds of one sign are above zero in every draw of them."""
+    by_seed = np.array([0.01, 0.01, 0.01, 0.01, 0.3])
+    runs = {("one", s): {8: {"oracle": np.full(50, by_seed[s])}} for s in range(5)}
+    runs |= {("other", s): {8: {"oracle": np.zeros(50)}} for s in range(5)}
+    runs[script.BASE, 0] = {8: {"oracle": np.zeros(50)}}
+    assert script.interval(script.Judgement(runs).difference("one", "other", 8, "oracle"))[1] > 0
+    assert "settled" not in "\n".join(script.Judgement(runs).tables())
+
+
+def test_the_change_with_the_steps_is_that_of_each_run(script: ModuleType) -> None:
+    of = {8: 0.9, 16: 0.5, 50: 0.3}
+    runs = {
+        (row, 0): {steps: {"hps": np.full(3, mean)} for steps, mean in of.items()}
+        for row in (script.BASE, "row")
+    }
+    text = "\n".join(script.Judgement(runs).tables())
+    assert "### From 16 to 50 steps" in text
+    assert text.count("| -0.200 (-0.200, -0.200) |") == 2
+
+
+def test_a_packed_file_that_is_another_is_named(script: ModuleType, tmp_path: Path) -> None:
+    other = tmp_path / "other.npz"
+    np.savez(other, scores=np.zeros(3))
+    with pytest.raises(script.measuring.FileError, match=r"other\.npz: not what --pack writes"):
+        script.read_runs(other)
 
 
 def test_seeds_that_would_settle_a_difference(script: ModuleType) -> None:
