@@ -33,7 +33,8 @@ from torch import Tensor
 import measuring
 import program
 from comparing.ranking import FINE, Correlations, all_ways, markdown, plot, rows_of, with_interval
-from comparing.runs import LocalScoring, local_worker
+from comparing.runs import local_worker
+from comparing.scoring import LocalScoring
 from g2rpo_ray.config import load_config
 from g2rpo_ray.maths.granularity import completion_indices
 from g2rpo_ray.maths.sde import SdeStep, euler_step

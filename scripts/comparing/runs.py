@@ -14,19 +14,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import measuring
+from comparing.scoring import LocalScoring
+from comparing.together import Together, of_rows
 from g2rpo_ray.common.device import role_device
 from g2rpo_ray.common.files import replacing
 from g2rpo_ray.config import Config, load_config
 from g2rpo_ray.learner.checkpoints.parts import StateReader, write_parts
 from g2rpo_ray.learner.engine import LearnerEngine
 from g2rpo_ray.learner.update import update_on_groups
-from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.policy import load_policy
 from g2rpo_ray.models.text import TextEncoder
 from g2rpo_ray.models.weights import load_weights
 from g2rpo_ray.prompts.dataset import Prompt, PromptOrder, evenly, read_config_prompts
 from g2rpo_ray.rewards.registry import make_scorer
-from g2rpo_ray.rewards.scorer import RewardScorer
 from g2rpo_ray.rollout.worker import RolloutWorker, heldout_noise
 
 BASE = "base model"
@@ -176,7 +176,7 @@ class Training:
         ]
         self.config = config = load_config(job.config, settings)
         self.worker = local_worker(config)
-        self.device = self.worker.device
+        self.together, self.device = Together(self.worker), self.worker.device
         measuring.join_alone(self.device)
         self._folder, self._curve_prompts = job.folder, job.curve_prompts
         state = None
@@ -234,12 +234,8 @@ class Training:
     def iterate(self, iteration: int) -> tuple[int, float]:
         """Evaluations of the rollout, and the largest |Δlog p| before the first update."""
         count = self.config.sampling.prompts_per_iteration
-        groups = [
-            self.worker.rollout(
-                self.prompt(number, self.texts[number]), iteration * count + slot, iteration
-            )[1]
-            for slot, number in enumerate(self.order.batch(iteration))
-        ]
+        prompts = [self.prompt(n, self.texts[n]) for n in self.order.batch(iteration)]
+        groups = self.together.rollouts(prompts, iteration * count, iteration)
         report = update_on_groups(
             self.engine,
             groups,
@@ -273,23 +269,15 @@ class Training:
         for first in range(0, len(asked), together):
             prompts = asked[first : first + together]
             noises = [heldout_noise(shape, prompt.prompt_id, count) for prompt in prompts]
-            rows = {
-                name: torch.stack([p.embeds[name] for p in prompts]).repeat_interleave(count, dim=0)
-                for name in prompts[0].embeds.tensors
-            }
-            start, embeds = torch.cat(noises).to(self.device), Conditioning(rows).to(self.device)
+            embeds = of_rows([prompt.embeds for prompt in prompts], [count] * len(prompts))
+            start, embeds = torch.cat(noises).to(self.device), embeds.to(self.device)
             x0 = sampler.arrive(start, embeds)
             broken = ~x0.isfinite().flatten(1).all(dim=1).cpu()
-            drawn = zip(
-                prompts, engine.decoder.decode(x0).split(count), broken.split(count), strict=True
-            )
-            for prompt, pictures, lost in drawn:
-                scoring = self.worker.scoring
-                waiting = scoring.submit(prompt.prompt_id, prompt.text, pictures, scoring.names)
-                scores = waiting.result()
-                found.append(
-                    {n: values.masked_fill(lost, torch.nan) for n, values in scores.items()}
-                )
+            texts = [prompt.text for prompt in prompts for _ in range(count)]
+            scoring = self.together.scoring
+            scores = scoring.scores(engine.decoder.decode(x0), texts, scoring.names)
+            parts = {n: s.masked_fill(broken, torch.nan).split(count) for n, s in scores.items()}
+            found += [{n: parts[n][place] for n in parts} for place in range(len(prompts))]
         return found
 
 
@@ -303,38 +291,3 @@ def local_worker(config: Config) -> RolloutWorker:
     worker = RolloutWorker(config, LocalScoring(scorers))
     worker.engine.exact.record_all(RECORDED_SHAPES)
     return worker
-
-
-@dataclass(frozen=True)
-class LocalScoring:
-    """The reward servers' place in one process."""
-
-    scorers: dict[str, RewardScorer]
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self.scorers)
-
-    def submit(
-        self,
-        prompt_id: int,  # noqa: ARG002
-        prompt: str,
-        pictures: Tensor,
-        names: list[str],
-    ) -> "LocalScores":
-        count = [prompt] * len(pictures)
-        return LocalScores({name: self.scorers[name].score(pictures, count) for name in names})
-
-
-@dataclass(frozen=True)
-class LocalScores:
-    """Scores that are there already."""
-
-    scores: dict[str, Tensor]
-    failures: list[str] = field(default_factory=list)
-    measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    busy_s: dict[str, float] = field(default_factory=dict)
-    waiting_for: str = ""
-
-    def result(self) -> dict[str, Tensor]:
-        return self.scores

@@ -6,7 +6,7 @@ groups' shares are multiplied, halved where the relation is wrong, and each thin
 the caption does not name takes a third away. So the loss of a thing never pays.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -53,32 +53,40 @@ def _make_labels() -> npt.NDArray[np.uint8]:
 _LABELS = _make_labels()
 
 
-def components(mask: _Mask) -> Iterator[_Mask]:
-    """Connected parts (by edges) of at least ``MIN_AREA`` pixels, each as a mask of its own."""
-    edges = np.diff(np.pad(mask, ((0, 0), (1, 1))).astype(np.int8), axis=1)
-    (rows, starts), (_, ends) = np.nonzero(edges == 1), np.nonzero(edges == -1)
-    parent = list(range(len(rows)))
+def components(mask: _Mask) -> list[_Mask]:
+    """Connected parts (by edges) of at least ``MIN_AREA`` pixels, each as a mask of its own, in the
+    order of their first pixels."""
+    # Row by row behind each other, with a column between them that no run crosses.
+    width = mask.shape[1] + 1
+    flat = np.zeros((len(mask), width), np.int8)
+    flat[:, :-1] = mask
+    edges = np.diff(flat.ravel(), prepend=np.int8(0))
+    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    # The runs above each that touch it lie beside each other.
+    first = np.searchsorted(ends + width, starts, side="right")
+    count = np.maximum(np.searchsorted(starts + width, ends, side="left") - first, 0)
+    run = np.repeat(np.arange(len(starts)), count)
+    above = np.arange(count.sum()) - np.repeat(count.cumsum() - count - first, count)
+    part = _lowest_of_connected(len(starts), run, above)
+    areas = np.bincount(part, ends - starts, minlength=len(starts))
+    numbers = np.zeros(flat.size + 1, np.int64)
+    numbers[starts], numbers[ends] = part + 1, -part - 1
+    numbers = numbers.cumsum()[:-1].reshape(flat.shape)[:, :-1]
+    return [numbers == number + 1 for number in np.flatnonzero(areas >= MIN_AREA)]
 
-    def root(run: int) -> int:
-        while parent[run] != run:
-            run = parent[run]
-        return run
 
-    by_row: dict[int, list[int]] = {}
-    for run, row in enumerate(rows.tolist()):
-        for above in by_row.get(row - 1, ()):
-            if starts[above] < ends[run] and starts[run] < ends[above]:
-                parent[root(run)] = root(above)
-        by_row.setdefault(row, []).append(run)
-    parts: dict[int, list[int]] = {}
-    for run in range(len(rows)):
-        parts.setdefault(root(run), []).append(run)
-    for runs in parts.values():
-        if sum(ends[run] - starts[run] for run in runs) >= MIN_AREA:
-            part = np.zeros_like(mask)
-            for run in runs:
-                part[rows[run], starts[run] : ends[run]] = True
-            yield part
+def _lowest_of_connected(
+    count: int, one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """For each of ``count`` things the lowest that it is connected with, over pairs."""
+    lowest = np.arange(count)
+    while True:
+        before = lowest.copy()
+        np.minimum.at(lowest, one, before[other])
+        np.minimum.at(lowest, other, before[one])
+        lowest = lowest[lowest]
+        if np.array_equal(lowest, before):
+            return lowest
 
 
 def _judge(part: _Mask, dark: _Mask, group: Group) -> tuple[float, tuple[float, float]]:
@@ -121,19 +129,16 @@ def _pattern(
 
 def _score(labels: npt.NDArray[np.uint8], caption: str) -> float:
     first, relation, second = parse_caption(caption)
-    shares, centres, foreign = [], [], 0
-    for number, colour in enumerate(_COLOUR_NAMES):
-        mask = without_specks(labels // 2 == number)
-        if mask.sum() < MIN_AREA:
-            continue
-        parts = list(components(mask))
-        wanted = [group for group in (first, second) if group.colour == colour]
-        if not wanted:
-            foreign += len(parts)
+    colours, dark = labels // 2, labels % 2 == 1
+    parts = {
+        name: components(mask)
+        for number, name in enumerate(_COLOUR_NAMES)
+        if (mask := without_specks(colours == number)).sum() >= MIN_AREA
+    }
+    foreign = sum(len(p) for n, p in parts.items() if n not in (first.colour, second.colour))
+    shares, centres = [], []
     for group in (first, second):
-        number = _COLOUR_NAMES.index(group.colour)
-        mask, dark = without_specks(labels // 2 == number), labels % 2 == 1
-        judged = sorted((_judge(part, dark, group) for part in components(mask)), reverse=True)
+        judged = sorted((_judge(p, dark, group) for p in parts.get(group.colour, ())), reverse=True)
         best = judged[: group.number]
         shares.append(sum(earned for earned, _ in best) / max(group.number, len(judged)))
         centres.append(np.mean([place for _, place in best], axis=0) if best else None)

@@ -90,6 +90,7 @@ def test_prompts_that_share_a_pass_have_the_scores_of_each_alone() -> None:
     training = object.__new__(runs.Training)
     training.config, training.worker = config, runs.local_worker(config)
     training.device = training.worker.device
+    training.together = runs.Together(training.worker)
     training.encoder = TextEncoder(config.model, config.prompts.max_sequence_length)
     texts = read_config_prompts(config, config.prompts.heldout)[:3]
     training.heldout = [training.prompt(*each) for each in enumerate(texts)]
