@@ -1,12 +1,15 @@
-"""Build the harder world and show whether it is fit for a comparison of algorithms.
+"""Build the harder world, show whether it is fit for a comparison of algorithms, and compare them.
 
     python scripts/hard_world.py --out runs/hard --cards 1 --limit-s 540
+    python scripts/hard_world.py --out runs/hard --cards 1 --parts comparison
 
-Writes the world to ``OUT/world``, then makes what the four conditions rest on: the base model's
-figures, how granularities rank its branches and a trained one's, and runs at the paper's settings
-with two that are to hack their reward. What needs nothing of each other runs side by side, on a
-card under CUDA's MPS. Where ``--limit-s`` ends it, it ends with 3, and the same command goes on.
-``OUT/world.md`` says whether the conditions hold; if one does not, it ends with 1.
+Writes the world to ``OUT/world``. Its validation makes what the four conditions rest on: the base
+model's figures, how granularities rank its branches and a trained one's, and runs at the paper's
+settings with two that are to hack their reward; ``OUT/world.md`` says whether the conditions hold.
+The comparison trains every row of ``rows.yaml``'s ``paper`` with every seed, and judges it:
+``OUT/judged.md``, ``OUT/budgets.md``, ``OUT/curves.svg``. What needs nothing of each other runs
+side by side, on a card under CUDA's MPS. Where ``--limit-s`` ends it, it ends with 3, and the same
+command goes on. If a condition does not hold, it ends with 1.
 """
 
 import subprocess
@@ -20,17 +23,19 @@ import numpy as np
 import yaml
 
 import build_tiny_world
+import judgement
 import measuring
 import program
 from build_tiny_world import STAGES
 from comparing.runs import BASE, WEIGHTS, Point, Result, run_name
 from g2rpo_ray.common.files import replacing
 from g2rpo_ray.config import load_config
-from judgement import interval
 from side_by_side import one_server
 
 SCRIPTS = Path(__file__).parent
 RUN = SCRIPTS / "tiny_world" / "hard_run.yaml"
+PARTS = ("world", "validation", "comparison")
+RATES = SCRIPTS.parent / "docs" / "comparison" / "hard_learning_rates.json"
 RUNS = ("validation", "hacking")
 """Rows of a comparison; an effort has the iterations of both."""
 EFFORTS: dict[str, dict[str, Any]] = {
@@ -40,10 +45,26 @@ EFFORTS: dict[str, dict[str, Any]] = {
         "heldout": 64,
         "prompts": 24,
         "judge": [16, 28],
+        "compared": {
+            "iterations": [75], "every": [25], "also": [5, 10, 15, 20], "heldout": [256],
+            "curve-prompts": [64], "judge-steps": [8, 16, 28, 50], "seeds": [0, 1, 2, 3, 4],
+        },
     },
-    "trial": {"iterations": (6, 6), "every": 2, "heldout": 8, "prompts": 2, "judge": [16]},
-    "quick": {"iterations": (3, 3), "every": 1, "heldout": 2, "prompts": 1, "judge": [4]},
-}
+    "trial": {
+        "iterations": (6, 6), "every": 2, "heldout": 8, "prompts": 2, "judge": [16],
+        "compared": {
+            "iterations": [6], "every": [2], "heldout": [16], "curve-prompts": [8],
+            "judge-steps": [8, 16], "seeds": [0, 1],
+        },
+    },
+    "quick": {
+        "iterations": (3, 3), "every": 1, "heldout": 2, "prompts": 1, "judge": [4],
+        "compared": {
+            "iterations": [3], "every": [1], "heldout": [4], "curve-prompts": [2],
+            "judge-steps": [4, 6], "seeds": [0, 1], "rows": ["G2RPO Λ={1}", "DiffusionNFT"],
+        },
+    },
+}  # fmt: skip
 SMALL: dict[str, Any] = {"steps": 6, "members": 3, "prompts_per_iteration": 1}
 """Sampling of the quick effort."""
 BASE_ORACLE, MOST_AFTER, MOST_AGREEMENT, FALL = (0.2, 0.4), 0.95, 0.8, 0.05
@@ -73,6 +94,7 @@ class Folder:
         self.world, self.figures = out / "world", out / "world.json"
         self.settings, self.runs = out / "run.yaml", out / "runs"
         self.bias, self.trained_bias = out / "bias.json", out / "bias_trained.json"
+        self.compared, self.curves = out / "compared", out / "curves.svg"
 
     def note(self, stage: str) -> Path:
         return self.figures if self.figures.exists() else self.out / "world.work" / f"{stage}.json"
@@ -92,7 +114,9 @@ def write_settings(folder: Folder, effort: str, cards: int) -> None:
         file.write_text(yaml.safe_dump(settings, allow_unicode=True))
 
 
-def waves(folder: Folder, effort: str, cards: int) -> Iterator[list[Task]]:
+def waves(
+    folder: Folder, effort: str, cards: int, parts: Sequence[str] = PARTS
+) -> Iterator[list[Task]]:
     """What may run at the same time, one after the other."""
 
     def build(*stages: str) -> Task:
@@ -125,15 +149,30 @@ def waves(folder: Folder, effort: str, cards: int) -> Iterator[list[Task]]:
         ]
         return Task(rows, command, [plot])
 
-    yield [build("vae", "flux"), build("other_data")]
-    yield [build("clip", "hps"), build("other_network")]
-    yield [
-        Task("measure", build("measure").command, [folder.figures]),
-        bias(folder.bias),
-        *map(compare, RUNS, asked["iterations"]),
-    ]
-    trained = folder.runs / run_name(RANKED, rate, 0) / WEIGHTS
-    yield [bias(folder.trained_bias, "--weights", str(trained))]
+    def comparison() -> Task:
+        command = [
+            *("compare_algorithms.py", *shared, "--rows-of", "paper", "--tuning", str(RATES)),
+            *("--evaluations", "0", "--processes", "14" if cards else "1"),
+            *("--keep", str(folder.compared), "--json", str(folder.out / "compared.json")),
+            *("--markdown", str(folder.out / "budgets.md"), "--plot", str(folder.curves)),
+        ]
+        for name, values in asked["compared"].items():
+            command += [f"--{name}", *map(str, values)]
+        return Task("comparison", command, [folder.curves])
+
+    if "world" in parts:
+        yield [build("vae", "flux"), build("other_data")]
+        yield [build("clip", "hps"), build("other_network")]
+    if "validation" in parts:
+        yield [
+            Task("measure", build("measure").command, [folder.figures]),
+            bias(folder.bias),
+            *map(compare, RUNS, asked["iterations"]),
+        ]
+        trained = folder.runs / run_name(RANKED, rate, 0) / WEIGHTS
+        yield [bias(folder.trained_bias, "--weights", str(trained))]
+    if "comparison" in parts:
+        yield [comparison()]
 
 
 def run_wave(tasks: Sequence[Task], logs: Path, until_s: float) -> bool:
@@ -246,7 +285,7 @@ def hacked(results: Sequence[Result]) -> Found:
         )
         holds |= found >= FALL
         change = np.subtract(run.judged[steps]["oracle"], base.judged[steps]["oracle"])
-        mean, low, high = interval(change[None])
+        mean, low, high = judgement.interval(change[None])
         said.append(
             f"{run.job.row}: largest fall {found:.3f}; base to end {mean:+.3f} "
             f"({low:+.3f}, {high:+.3f})"
@@ -268,31 +307,44 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "**no**"
 
 
+def judge(folder: Folder) -> None:
+    """Write what the comparison's runs say together."""
+    runs = judgement.read_runs(folder.compared)
+    judgement.pack(runs, folder.out / "judged.npz")
+    text = "\n".join(judgement.Judgement(runs).tables())
+    (folder.out / "judged.md").write_text(text + "\n")
+
+
 def main() -> int:
     parser = measuring.make_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where all goes")
     parser.add_argument("--cards", type=int, choices=(0, 1), default=0, help="0: the CPU")
     parser.add_argument("--effort", choices=tuple(EFFORTS), default="full")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="some of it")
     parser.add_argument("--limit-s", type=float, default=1e9, help="pause after this")
     options = parser.parse_args()
     until_s = time.monotonic() + options.limit_s
     folder, logs = Folder(options.out), options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     write_settings(folder, options.effort, options.cards)
-    if not folder.note("prompts").exists():
+    if not folder.note("prompts").exists() and "world" in options.parts:
         build_tiny_world.main(
             ["--world", "hard", "--out", str(folder.world), "--only", STAGES[0],
              "--effort", options.effort]
         )  # fmt: skip
     try:
         with one_server(options.cards):
-            for wave in waves(folder, options.effort, options.cards):
+            for wave in waves(folder, options.effort, options.cards, options.parts):
                 if time.monotonic() > until_s or not run_wave(wave, logs, until_s):
                     print(f"not done; the same command goes on in {options.out}")
                     return 3
     except TaskError as error:
         print(f"{error}\nwhat is done is kept: the same command goes on", file=sys.stderr)
         return 2
+    if "comparison" in options.parts:
+        judge(folder)
+    if "validation" not in options.parts:
+        return 0
     results = read_results(folder)
     found = [base_oracle(folder), highest_oracle(results), agreement(folder), hacked(results)]
     text = markdown(found)

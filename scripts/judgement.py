@@ -1,7 +1,7 @@
 """What the runs of a comparison say at each step count: means, intervals, pairs that are settled.
 
     python scripts/judgement.py runs/compared --pack judged.npz --markdown judged.md
-    python scripts/judgement.py docs/comparison/hard_judged.npz --pairs oracle
+    python scripts/judgement.py docs/comparison/hard_judged.npz --rewards oracle
 
 Reads the folder that ``compare_algorithms.py --keep --judge-steps`` filled, or what was packed of
 such; of several, together. Every run is judged on the same prompts from the same noise, and so is
@@ -123,48 +123,39 @@ class Judgement:
             return np.empty((0, 0))
         return self.scores(one, steps, reward, both) - self.scores(other, steps, reward, both)
 
-    def tables(self, of_pairs: Sequence[str] | None = None) -> Iterator[str]:
-        """Of the rows at each step count; of how they change with the steps; then, for each reward
-        of ``of_pairs`` (none: all), of the pairs."""
-        counts, rewards = list(self.base), list(next(iter(self.base.values())))
-        for steps in counts:
-            yield from self._of_rows(steps, rewards)
-        if len(counts) > 1:
-            yield from self._changes(counts, rewards)
-        for reward in rewards if of_pairs is None else of_pairs:
-            yield f"### Differences in {reward}\n"
+    def tables(self, rewards: Sequence[str] = ()) -> Iterator[str]:
+        """For each reward (none: all) the rows, the best first, and their pairs."""
+        counts = list(self.base)
+        for reward in rewards or self.base[counts[0]]:
+            yield from self._of_rows(counts, reward)
             yield "| pair | " + " | ".join(f"{steps} steps" for steps in counts) + " |"
             yield "| --- |" + " --- |" * len(counts)
-            for one, other in self.pairs:
+            for one, other in combinations(self._best_first(counts[-1], reward), 2):
                 cells = [self._pair(self.difference(one, other, s, reward)) for s in counts]
                 yield f"| {one} - {other} | " + " | ".join(cells) + " |"
             yield ""
 
-    def _of_rows(self, steps: int, rewards: Sequence[str]) -> Iterator[str]:
-        of_base = self.base[steps]
-        yield f"### Judged at {steps} steps\n"
-        yield "| row | seeds | " + " | ".join(rewards) + " | prompts that got worse (oracle) |"
-        yield "| --- |" + " ---: |" * (len(rewards) + 2)
-        yield "| base model | | " + " | ".join(f"{of_base[r].mean():.3f}" for r in rewards) + " | |"
-        for row in self.rows:
-            cells = [_cell(interval(self.scores(row, steps, reward))) for reward in rewards]
-            worse = 0.0
-            if "oracle" in rewards:
-                below = self.scores(row, steps, "oracle") < of_base["oracle"] - 1e-6
-                worse = float(below.mean())
-            yield f"| {row} | {len(self.seeds[row])} | {' | '.join(cells)} | {worse:.1%} |"
-        yield ""
+    def _best_first(self, steps: int, reward: str) -> list[str]:
+        return sorted(self.rows, key=lambda row: -self.scores(row, steps, reward).mean())
 
-    def _changes(self, counts: Sequence[int], rewards: Sequence[str]) -> Iterator[str]:
+    def _of_rows(self, counts: Sequence[int], reward: str) -> Iterator[str]:
+        """With the share of prompts that are below the base model's."""
         few, many = counts[len(counts) > 2], counts[-1]
-        yield f"### From {few} to {many} steps\n"
-        yield "| row | " + " | ".join(rewards) + " |"
-        yield "| --- |" + " ---: |" * len(rewards)
-        cells = [_cell(interval((self.base[many][r] - self.base[few][r])[None])) for r in rewards]
-        yield f"| base model | {' | '.join(cells)} |"
-        for row in self.rows:
-            changes = [self.scores(row, many, r) - self.scores(row, few, r) for r in rewards]
-            yield f"| {row} | {' | '.join(_cell(interval(each)) for each in changes)} |"
+        base = {steps: self.base[steps][reward] for steps in counts}
+        yield f"### {reward}\n"
+        heads = [*(f"{s} steps" for s in counts), f"from {few} to {many}", f"worse at {many}"]
+        yield "| row | seeds | " + " | ".join(heads) + " |"
+        yield "| --- |" + " ---: |" * (len(heads) + 1)
+        means = [f"{base[steps].mean():.3f}" for steps in counts]
+        change = _cell(interval((base[many] - base[few])[None]))
+        yield f"| base model | | {' | '.join(means)} | {change} | |"
+        for row in self._best_first(many, reward):
+            of = {steps: self.scores(row, steps, reward) for steps in counts}
+            cells = [_cell(interval(of[steps])) for steps in counts]
+            change = _cell(interval(of[many] - of[few]))
+            worse = float((of[many] < base[many] - 1e-6).mean())
+            seeds = len(self.seeds[row])
+            yield f"| {row} | {seeds} | {' | '.join(cells)} | {change} | {worse:.0%} |"
         yield ""
 
     def _pair(self, difference: Array) -> str:
@@ -217,7 +208,7 @@ def main() -> int:
         "sources", nargs="+", type=Path, help="folders of compare_algorithms.py --keep, or .npz"
     )
     parser.add_argument("--pack", type=Path, metavar="NPZ", help="keep what was read in one file")
-    parser.add_argument("--pairs", nargs="*", metavar="REWARD", help="whose differences; all")
+    parser.add_argument("--rewards", nargs="*", default=[], metavar="NAME", help="some of them")
     parser.add_argument("--markdown", type=Path, help="write the tables")
     options = parser.parse_args()
     runs = {run: judged for each in options.sources for run, judged in read_runs(each).items()}
@@ -227,8 +218,7 @@ def main() -> int:
         how = "give compare_algorithms.py --judge-steps and let it end"
         print(f"{options.sources[0]} {what}; {how}", file=sys.stderr)
         return 2
-    judgement = Judgement(runs)
-    text = "\n".join(judgement.tables(options.pairs))
+    text = "\n".join(Judgement(runs).tables(options.rewards))
     print(text)
     if options.pack:
         pack(runs, options.pack)

@@ -138,7 +138,7 @@ def test_pairs_are_settled_by_seeds_and_prompts(script: ModuleType, tmp_path: Pa
     text = "\n".join(script.Judgement(runs).tables())
     lines = {line.split(" |")[0]: line for line in text.splitlines()}
     assert "settled" in lines["| better - worse"]
-    assert "seeds" in lines["| better - unsure"]
+    assert "seeds" in lines["| unsure - better"]
     assert lines["| worse"].endswith("% |")
     script.pack(runs, tmp_path / "judged.npz")
     assert "\n".join(script.Judgement(script.read_runs(tmp_path / "judged.npz")).tables()) == text
@@ -170,7 +170,7 @@ def test_the_change_with_the_steps_is_that_of_each_run(script: ModuleType) -> No
         for row in (script.BASE, "row")
     }
     text = "\n".join(script.Judgement(runs).tables())
-    assert "### From 16 to 50 steps" in text
+    assert "| from 16 to 50 |" in text
     assert text.count("| -0.200 (-0.200, -0.200) |") == 2
 
 

@@ -123,9 +123,12 @@ def test_every_task_is_a_command_line_that_its_script_takes(
     folder = script.Folder(tmp_path)
     script.write_settings(folder, "full", cards)
     tasks = [task for wave in script.waves(folder, "full", cards) for task in wave]
-    assert len(tasks) == 9
+    assert len(tasks) == 10
     for program, *arguments in (task.command for task in tasks):
         options = script_options(program.removesuffix(".py"), [*arguments, "--limit-s", "60"])
         assert options.limit_s == 60
+    assert [len(list(script.waves(folder, "full", cards, [part]))) for part in script.PARTS] == [
+        2, 2, 1
+    ]  # fmt: skip
     shared = measuring.settings("shared_card") if cards else []
     assert load_config(folder.settings, shared).rollout.gpus_per_worker == cards
