@@ -141,11 +141,10 @@ def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
         return Weights(label, None, "none", base_fingerprint(config.model))
     pin, record = pins / label, pins / f"{label}.json"
     if record.is_file():
-        known = read_json_object(record, EvaluationError)
+        remedy = "remove the file"
+        known = read_json_object(record, EvaluationError, remedy)
         if missing := {"source", "checkpoint", "checksum", "training"} - known.keys():
-            raise EvaluationError(
-                f"{record}: {', '.join(sorted(missing))} missing; remove the file"
-            )
+            raise EvaluationError(f"{record}: {', '.join(sorted(missing))} missing; {remedy}")
         if known["source"] == source:
             path = Path(known["checkpoint"])
             _keep(path, pin, known["checksum"])

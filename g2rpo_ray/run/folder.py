@@ -265,9 +265,12 @@ def _finished_iterations(folder: Path) -> int | None:
     if not summary.exists():
         return None
     try:
-        return int(json.loads(summary.read_text())["iterations"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{summary}: not readable as a run's summary: {error}") from error
+        return int(json.loads(summary.read_text(encoding="utf-8"))["iterations"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"{summary}: not readable as a run's summary: {error}; remove it: a run that is at its "
+            "last iteration then evaluates, and writes it, again"
+        ) from error
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, object]:

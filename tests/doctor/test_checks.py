@@ -24,6 +24,7 @@ from g2rpo_ray.doctor.checks.storage import check_space, most_states
 from g2rpo_ray.doctor.checks.versions import check_versions
 from g2rpo_ray.doctor.findings import Finding, Level, as_json, as_text, fail, ok, warn, worst
 from g2rpo_ray.doctor.probe import Gpu, NodeFacts
+from tests.disks import unreadable
 from tests.tiny import QUICKSTART, copy_flux, tiny_config
 
 H100 = Gpu("NVIDIA H100", "580.1", 81559, 4)
@@ -243,6 +244,21 @@ def test_model_files(tmp_path: Path) -> None:
 
     weights.write_bytes(weights.read_bytes()[:-8])
     assert any("cut short" in problem for problem in model_problems(config))
+
+
+def test_a_folder_of_a_model_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flux = copy_flux(tmp_path / "flux")
+    config = tiny_config(tmp_path, f"model.path={flux}")
+    for name in (".cache", "more"):
+        (flux / name).mkdir()
+        (flux / name / "file").touch()
+    assert not any(".cache" in name for name in digests(config))
+    unreadable(monkeypatch, flux / "more")
+    for look in (digests, model_problems):
+        with pytest.raises(PermissionError, match=f"{flux}/more"):
+            look(config)
 
 
 def test_a_rewards_file_that_is_missing(tmp_path: Path) -> None:

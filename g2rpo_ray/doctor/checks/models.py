@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from g2rpo_ray.common.files import sha256_of_file
+from g2rpo_ray.common.files import files_under, sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.findings import Finding, fail, ok
@@ -67,8 +67,8 @@ def digests(config: Config) -> dict[str, str]:
     roots = [resolve_path(config.model.path), *_reward_paths(config).values()]
     found = {}
     for root in roots:
-        files = sorted(root.rglob("*")) if root.is_dir() else [root]
-        for file in (file for file in files if file.is_file()):
+        files = [root / name for name in files_under(root)] if root.is_dir() else [root]
+        for file in files:
             content = f"{file.stat().st_size} ".encode() + sampled(file)
             found[str(file.relative_to(root.parent))] = hashlib.sha256(content).hexdigest()[:16]
     return found
@@ -76,7 +76,7 @@ def digests(config: Config) -> dict[str, str]:
 
 def _wrong_sums(folder: Path) -> list[str]:
     problems = []
-    for sums in sorted(folder.rglob(SUMS)):
+    for sums in (folder / name for name in files_under(folder) if name.name == SUMS):
         for line in sums.read_text("utf-8", "surrogateescape").splitlines():
             expected, _, name = line.partition(" ")
             file = sums.parent / name.lstrip(" *")

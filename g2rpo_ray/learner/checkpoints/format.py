@@ -297,6 +297,7 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     if content.keys() != expected:
         raise CheckpointError(
             f"{path}: entries {', '.join(sorted(content.keys() ^ expected))} are missing or unknown"
+            f"; {ANOTHER}"
         )
     files = content.pop("files")
     ranks = len(files) // 2 if isinstance(files, dict) else 0
@@ -304,7 +305,7 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     if ranks == 0 or files.keys() != names:
         raise CheckpointError(
             f"{path}: 'files' must list {WEIGHTS_FILE.format(0)}, {OPTIMIZER_FILE.format(0)} and "
-            "so on with their SHA-256"
+            f"so on with their SHA-256; {ANOTHER}"
         )
     return CheckpointInfo(**content), files
 
