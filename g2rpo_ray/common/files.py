@@ -117,7 +117,10 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             flush(temporary)
             temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            # Who reads it knows the file that was asked for.
+            error.filename, error.filename2 = str(path), None
         with suppress(OSError):
             temporary.unlink()
         raise

@@ -12,7 +12,7 @@ from g2rpo_ray.plan.costs import CPU, CostTable, load_costs
 from g2rpo_ray.plan.encoding import Encoding, plan_encoding
 from g2rpo_ray.plan.memory import PartsGib
 from g2rpo_ray.plan.prediction import Predictor, Split, recommend
-from g2rpo_ray.prompts.dataset import check_apart, read_config_prompts
+from g2rpo_ray.prompts.dataset import check_apart, read_config_prompts, repeated_words
 from g2rpo_ray.prompts.formats import PromptFileError
 
 DEFAULT_CARD = "H100"
@@ -100,7 +100,8 @@ def prompt_lines(config: Config) -> list[str]:
         told = f"{path}, {len(found[-1])} prompts" if there else f"{path} is not there (yet)"
         lines.append(_line(f"prompts.{name}", told))
     check_apart(*found)
-    return lines
+    repeated = found[0] and repeated_words(config, len(found[0]))
+    return lines + ([_line("warning", repeated)] if repeated else [])
 
 
 def encoding_lines(config: Config) -> list[str]:

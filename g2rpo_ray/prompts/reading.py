@@ -112,6 +112,10 @@ def _dataset_files(folder: Path) -> list[Path]:
     state = folder / "state.json"
     if state.is_file():
         return _named_files(state)
+    if folder == Path(folder.anchor):
+        raise PromptFileError(
+            f"{folder}: the root of a file system is no folder of prompts; name one in it"
+        )
     names = files_under(folder, MOST_FILES)
     if len(names) > MOST_FILES:
         raise PromptFileError(

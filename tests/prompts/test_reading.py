@@ -220,3 +220,24 @@ def test_a_style_whose_name_is_no_utf_8(tmp_path: Path) -> None:
         (tmp_path / os.fsdecode(name)).write_text('["a prompt"]')
     styles = [metadata_of(prompt)["style"] for prompt in read_prompts(tmp_path, None)]
     assert styles == ["caf\\xe9", "photo"]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("a cat\nein Bär\n".encode("utf-16-le"), ": every other byte is 0, as in UTF-16 without"),
+        ("a cat\na dog\n".encode("utf-16-be"), ": every other byte is 0, as in UTF-16 without"),
+        ("a cat\n".encode("utf-16") + b"\n", ", line 2: not UTF-16, whose mark it begins with"),
+        ("ein Bär".encode("latin-1"), ", line 1: not UTF-8"),
+    ],
+)
+def test_another_encoding(tmp_path: Path, content: bytes, named: str) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(content)
+    message = error_of(path)
+    assert f"{path}{named}" in message
+    assert message.endswith("convert the file to UTF-8")
+
+
+def test_the_root_is_no_folder_of_prompts() -> None:
+    assert "/: the root of a file system is no folder of prompts" in error_of(Path("/"))
