@@ -103,6 +103,15 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a ``sole_writer`` is at work in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside ``path`` for a library to write, which takes its place when it is whole.

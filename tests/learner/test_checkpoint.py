@@ -30,6 +30,7 @@ from g2rpo_ray.learner.checkpoints.format import (
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
+    check_whole,
     commit_checkpoint,
     open_checkpoint,
     prepare_checkpoint,
@@ -453,3 +454,28 @@ def test_states_that_cannot_be_listed_are_not_taken_for_none(
     unreadable(monkeypatch, tmp_path / "checkpoints")
     with pytest.raises(CheckpointError, match="checkpoints: cannot be read: Permission denied"):
         list_checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_what_is_seen_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: bool
+) -> None:
+    if not hashed:
+        monkeypatch.setattr(checkpoint, "HASHED_AT_ONCE", 0)
+    folder = write(tmp_path, 1)
+    check_whole(folder)
+    weights, optimizer = (folder / name for name in FILES)
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", bytes(len(whole)), whole[:-1] + b"x"):
+        weights.write_bytes(damaged)
+        if not hashed and damaged[:-1] == whole[:-1]:
+            check_whole(folder)
+            continue
+        with pytest.raises(CheckpointError, match="damaged") as caught:
+            check_whole(folder)
+        assert BOTH_OPTIONS in str(caught.value)
+    weights.write_bytes(whole)
+    optimizer.unlink()
+    check_whole(folder, weights_alone=True)
+    with pytest.raises(CheckpointError, match=f"{optimizer}: missing"):
+        check_whole(folder)

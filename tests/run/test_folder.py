@@ -398,6 +398,19 @@ def test_a_complete_run_says_how_to_go_on(folder: Path) -> None:
     assert open_run(config_of(folder, "iterations=12"), "auto").info.iteration == 10
 
 
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_damaged_checkpoint_is_refused_when_the_run_is_opened(folder: Path, resume: str) -> None:
+    config = start(folder)
+    newest = save(config, 2)
+    weights = next(newest.glob("trainable-*"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{weights}: damaged .*; name another checkpoint"):
+        open_run(config, "auto" if resume == "auto" else str(newest))
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=f"{weights}: missing"):
+        open_run(config, "auto" if resume == "auto" else str(newest))
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"iterations": null}', b"\xff"])
 def test_a_damaged_summary_says_what_to_do(folder: Path, content: bytes) -> None:
     config = start(folder)
