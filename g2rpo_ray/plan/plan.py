@@ -6,7 +6,7 @@ from typing import Any
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
-from g2rpo_ray.models.catalogue import check_rewards, reward_paths
+from g2rpo_ray.models.catalogue import absent_files, check_rewards
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.plan.arithmetic import describe
 from g2rpo_ray.plan.costs import CPU, CostTable, load_costs
@@ -112,8 +112,7 @@ def reward_lines(config: Config) -> list[str]:
         ScorerError: of those that are, with which the run, too, would end.
     """
     check_rewards(config)
-    absent = [(key, path) for key, path in reward_paths(config) if not resolve_path(path).exists()]
-    return [_line(key.split(".")[1], f"{key} {path} is not there (yet)") for key, path in absent]
+    return [_line("reward", f"{absent} (yet)") for absent in absent_files(config)]
 
 
 def encoding_lines(config: Config) -> list[str]:

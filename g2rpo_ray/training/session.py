@@ -11,7 +11,7 @@ from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.attention import check_attention
-from g2rpo_ray.models.catalogue import check_rewards
+from g2rpo_ray.models.catalogue import absent_files, check_rewards
 from g2rpo_ray.models.loading import check_model, part_weights
 from g2rpo_ray.plan.memory import state_bytes
 from g2rpo_ray.plan.networks import policy_size
@@ -132,6 +132,8 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
                 "before: evaluation.guards and patience, checkpoint.best and the report go by "
                 "what is there"
             )
+    for absent in absent_files(config):
+        session.progress.note(f"warning: {absent}; it must be where that reward's replicas run")
     if repeated := repeated_words(config, len(train)):
         session.progress.note(f"warning: {repeated}")
     for change in changes:

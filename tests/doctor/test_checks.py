@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.cluster.demand import Node
@@ -290,6 +291,9 @@ def test_a_recipes_reward_files_are_looked_for(
     assert f"rewards.hps.options.checkpoint: {checkpoint} is not there" in model_problems(config)
     checkpoint.parent.mkdir()
     checkpoint.touch()
+    found = model_problems(config)
+    assert any(f"rewards.hps: {checkpoint}: damaged, or no checkpoint" in it for it in found)
+    torch.save({}, checkpoint)
     (problem,) = [p for p in model_problems(config) if p.startswith("rewards.")]
     assert problem.startswith("rewards.clip.options.architecture: ")
 

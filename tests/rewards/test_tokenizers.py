@@ -144,8 +144,11 @@ def test_a_dry_run_and_the_doctor_look_at_the_files_of_rewards(
         return code, "".join(capsys.readouterr())
 
     assert dry_run(tmp_path / "none")[0] == 0
-    told = f"rewards.hps.options.checkpoint {tmp_path}/none is not there (yet)"
-    assert told in dry_run(tmp_path / "none")[1]
+    told = f"rewards.hps.options.checkpoint: {tmp_path}/none is not there"
+    assert f"{told} (yet)" in dry_run(tmp_path / "none")[1]
+    absent = tiny_config(tmp_path, f"rewards.hps.options.checkpoint={tmp_path}/none")
+    with open_session(absent, "none"):
+        assert f"warning: {told}; it must be where that reward's" in capsys.readouterr().out
     assert dry_run(passwd)[0] == 2
     assert f"g2rpo: rewards.hps: {passwd}: damaged, or no checkpoint" in dry_run(passwd)[1]
     config = tiny_config(tmp_path, f"rewards.hps.options.checkpoint={passwd}")

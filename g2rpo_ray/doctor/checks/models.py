@@ -11,7 +11,7 @@ from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.findings import Finding, fail, ok
 from g2rpo_ray.doctor.probe import ask
-from g2rpo_ray.models.catalogue import reward_paths, reward_problems
+from g2rpo_ray.models.catalogue import absent_files, reward_paths, reward_problems
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.fingerprint import sampled
 from g2rpo_ray.models.loading import check_model
@@ -52,9 +52,7 @@ def judge_digests(found: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
 def model_problems(config: Config) -> list[str]:
     """What is missing or broken of the model and of the rewards' files."""
-    rewards = _reward_paths(config).items()
-    absent = [f"{name}: {path} is not there" for name, path in rewards if not path.exists()]
-    absent += reward_problems(config)
+    absent = [*absent_files(config), *reward_problems(config)]
     try:
         folder = check_model(config)
     except ModelFolderError as error:
