@@ -50,9 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for argument, option in zip(arguments, ("", *arguments), strict=False):
             argument.encode()
-            if not argument or re.fullmatch("--[a-z-]+=", argument):
-                # A path of no characters would be the folder that the command runs in.
-                raise InputError(f"{argument or option or 'argument'}: empty; it needs a value")
+            named = argument or option or "argument"
+            is_empty = not argument or re.fullmatch("--[a-z-]+=", argument)
+            # A path of no characters would be the folder that the command runs in; prompts are
+            # judged by who draws them.
+            if is_empty and named not in ("--prompt", "--prompt="):
+                raise InputError(f"{named}: empty; it needs a value")
         options = _parse(arguments)
         return options.run(options) or EXIT_DONE
     except UnicodeEncodeError as error:
