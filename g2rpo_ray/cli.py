@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import re
 import signal
 import sys
 import threading
@@ -47,8 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     threading.excepthook = _in_a_thread
     try:
-        for argument in arguments:
+        for argument, option in zip(arguments, ("", *arguments), strict=False):
             argument.encode()
+            named = argument or option or "argument"
+            is_empty = not argument or re.fullmatch("--[a-z-]+=", argument)
+            # A path of no characters would be the folder that the command runs in; prompts are
+            # judged by who draws them.
+            if is_empty and named not in ("--prompt", "--prompt="):
+                raise InputError(f"{named}: empty; it needs a value")
         options = _parse(arguments)
         return options.run(options) or EXIT_DONE
     except UnicodeEncodeError as error:

@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=program.output)
     options = parser.parse_args()
     found = measure(options.config, options.overrides)
     print(f"all roles after {found['seconds']} s, {found['cpu_s']} s of CPU in "

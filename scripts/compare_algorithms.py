@@ -258,8 +258,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where runs are kept")
     parser.add_argument("--limit-s", type=float, default=1e11, help="pause after this")
     parser.add_argument("--judge-steps", nargs="*", type=int, default=[], metavar="N")
-    parser.add_argument("--plot", type=Path, help="write the curves as SVG")
-    parser.add_argument("--markdown", type=Path, help="write the tables")
+    parser.add_argument("--plot", type=program.output, help="write the curves as SVG")
+    parser.add_argument("--markdown", type=program.output, help="write the tables")
     options = parser.parse_args()
     own_rates = {
         row: settings.pop(RATE)

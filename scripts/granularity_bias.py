@@ -204,8 +204,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="side by side")
     parser.add_argument("--cards", type=int, default=0, help="to share; 0: the CPU")
     parser.add_argument("--limit-s", type=float, default=0.0, help="draw no longer than this")
-    parser.add_argument("--plot", type=Path, help="write the figure as SVG")
-    parser.add_argument("--markdown", type=Path, help="write the tables")
+    parser.add_argument("--plot", type=program.output, help="write the figure as SVG")
+    parser.add_argument("--markdown", type=program.output, help="write the tables")
     options = parser.parse_args()
     card = [*measuring.settings("shared_card"), "rollout.batch_size=4096"]
     overrides = (*options.set, *(card if options.cards else []))

@@ -207,9 +207,11 @@ def main() -> int:
     parser.add_argument(
         "sources", nargs="+", type=Path, help="folders of compare_algorithms.py --keep, or .npz"
     )
-    parser.add_argument("--pack", type=Path, metavar="NPZ", help="keep what was read in one file")
+    parser.add_argument(
+        "--pack", type=program.output, metavar="NPZ", help="keep what was read in one file"
+    )
     parser.add_argument("--rewards", nargs="*", default=[], metavar="NAME", help="some of them")
-    parser.add_argument("--markdown", type=Path, help="write the tables")
+    parser.add_argument("--markdown", type=program.output, help="write the tables")
     options = parser.parse_args()
     runs = {run: judged for each in options.sources for run, judged in read_runs(each).items()}
     rows = {row for row, _ in runs}

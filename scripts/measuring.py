@@ -19,6 +19,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+import program
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.section import problems
@@ -188,7 +189,7 @@ def make_parser(description: str | None, needs_file: bool = False) -> argparse.A
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, required=needs_file, help="where results go")
+    parser.add_argument("--json", type=program.output, required=needs_file, help="where results go")
     return parser
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--accuracy", type=Path, nargs="+", required=True, metavar="FILE")
     parser.add_argument("--seconds", type=Path, metavar="FILE", help="measured ones")
     parser.add_argument("--card", default="H200", help="whose seconds are predicted (H200)")
-    parser.add_argument("--plot", type=Path, required=True, help="the SVG to write")
+    parser.add_argument("--plot", type=program.output, required=True, help="the SVG to write")
     options = parser.parse_args()
     worlds = {path.stem: measuring.read_json(path, Accuracy).variants for path in options.accuracy}
     measured = {}

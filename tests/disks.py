@@ -1,10 +1,12 @@
 """File systems of a few kB, to be filled or made read-only: what a real one says, no imitation."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +34,19 @@ def fill(disk: Path, leave: int) -> None:
 
 def make_read_only(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+
+
+def unreadable(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The system refuses to list it, which it never does to root."""
+    for name in ("scandir", "listdir"):
+        real = getattr(os, name)
+
+        def listed(path: Any = ".", real: Any = real) -> Any:
+            if Path(path) == folder:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path)
+
+        patch.setattr(os, name, listed)
 
 
 def left(folder: Path) -> set[str]:

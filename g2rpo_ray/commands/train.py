@@ -35,11 +35,12 @@ def run(options: argparse.Namespace) -> None:
     print(describe(config), flush=True)
     if options.dry_run:
         from g2rpo_ray.models.kernels import check_cache
-        from g2rpo_ray.plan.plan import encoding_lines, prompt_lines
+        from g2rpo_ray.plan.plan import encoding_lines, prompt_lines, reward_lines
         from g2rpo_ray.run.folder import write_resolved
 
         check_cache(config)
-        print(*prompt_lines(config), *encoding_lines(config), sep="\n")
+        lines = [*prompt_lines(config), *reward_lines(config), *encoding_lines(config)]
+        print(*lines, sep="\n")
         print(f"resolved configuration: {write_resolved(config)}")
         return
 

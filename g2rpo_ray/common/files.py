@@ -103,6 +103,15 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a ``sole_writer`` is at work in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file beside ``path`` for a library to write, which takes its place when it is whole.
@@ -117,7 +126,10 @@ def replacing(path: Path) -> Iterator[Path]:
             yield temporary
             flush(temporary)
             temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and str(error.filename) == str(temporary):
+            # Who reads it knows the file that was asked for.
+            error.filename, error.filename2 = str(path), None
         with suppress(OSError):
             temporary.unlink()
         raise
@@ -186,6 +198,34 @@ def cause_of(error: BaseException, path: object) -> str:
     return str(error).removesuffix(f": {path}")
 
 
+def files_under(folder: Path, most: int | None = None) -> list[Path]:
+    """Files in a folder and in those below it, relative to it and sorted, without hidden ones.
+
+    Args:
+        most: after so many it stops, and there are more.
+
+    Raises:
+        OSError: a folder below it cannot be read, which ``Path.rglob`` passes over.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files = [Path(place, name) for name in names if not name.startswith(".")]
+        found += [file.relative_to(folder) for file in files if file.is_file()]
+        if most is not None and len(found) > most:
+            break
+    return sorted(found)
+
+
+def name_text(name: str) -> str:
+    """A file's name as text that can be written: bytes that are no UTF-8 as ``\\xe9``."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def whole_lines(path: Path) -> list[bytes]:
     """Lines of a file that a killed command goes on in, where there is one; of half a line at its
     end, or half a character, the file is rid."""
@@ -196,8 +236,13 @@ def whole_lines(path: Path) -> list[bytes]:
     return whole.split(b"\n")[:-1]
 
 
-def read_json_object(path: Path, error: type[Exception]) -> dict[str, Any]:
+def read_json_object(
+    path: Path, error: type[Exception], remedy: str = "copy or fetch the file again"
+) -> dict[str, Any]:
     """Content of a JSON file that holds an object.
+
+    Args:
+        remedy: what to do where it does not.
 
     Raises:
         error: it is missing, cannot be read as JSON, or holds something else.
@@ -205,9 +250,9 @@ def read_json_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
-        raise error(f"{path}: not readable as JSON: {cause_of(cause, path)}") from cause
+        raise error(f"{path}: not readable as JSON: {cause_of(cause, path)}; {remedy}") from cause
     if not isinstance(content, dict):
-        raise error(f"{path}: expected a JSON object")
+        raise error(f"{path}: expected a JSON object; {remedy}")
     return content
 
 

@@ -22,7 +22,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the file is missing or not YAML, a key is unknown, a value is wrong.
     """
     tree = read_settings(Path(path), overrides)
-    return config_from_dict(tree, source=str(path))
+    keys = ", ".join(dict.fromkeys(override.partition("=")[0] for override in overrides))
+    return config_from_dict(tree, source=f"{path}{keys and f' with overrides of {keys}'}")
 
 
 def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -36,7 +37,8 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
             f"{path} is a folder; a run's settings are in {path}/config.yaml"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {cause_of(error, path)}") from error
+        remedy = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        raise ConfigError(f"{path}: cannot be read: {cause_of(error, path)}{remedy}") from error
     tree = _parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(
@@ -145,6 +147,14 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {shown}: {parent} is no section, but a single value")
         section = value
     section[leaf] = _parse_yaml(text, f"override {shown}")
+    for event in yaml.parse(text, _YamlLoader):
+        lines = {mark.line for mark in (event.start_mark, event.end_mark) if mark is not None}
+        is_folded = isinstance(event, yaml.ScalarEvent) and event.style not in ("|", ">")
+        if is_folded and len(lines) > 1:
+            raise ConfigError(
+                f"override {shown}: a line break inside a value is a blank in YAML; write \\n in "
+                f"double quotes: {key}='\"...\\n...\"'"
+            )
     node = yaml.compose(text, _YamlLoader)
     if text[node.end_mark.index if node else 0 :].strip():
         # Else a run in '/runs/try #2' would silently be one in '/runs/try'.

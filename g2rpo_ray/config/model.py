@@ -22,7 +22,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The policy: a transformer with its VAE and text encoders."""
 
-    path: str
+    path: str = Field(min_length=1)
     """Folder in diffusers' layout (model_index.json, transformer/, vae/, text_encoder/, ...).
     ``tiny_world:flux`` is the small model inside this package."""
     variant: str | None = Field(None, pattern=r"^[\w-]+$")
@@ -79,10 +79,10 @@ class ModelSection(Section):
 class PromptsSection(Section):
     """Texts to train on and to judge by."""
 
-    train: str
+    train: str = Field(min_length=1)
     """UTF-8 text with a prompt a line, JSON, a table, parquet, a folder of a Hugging Face dataset,
     or what ``g2rpo embed`` wrote. ``tiny_world:prompts/train.txt`` is in this package."""
-    heldout: str
+    heldout: str = Field(min_length=1)
     """Prompts for evaluation only, same formats."""
     key: str | Annotated[int, Field(ge=1)] = "prompt"
     """Key or column with the text, in formats that have one; a number is a column, from 1, of a

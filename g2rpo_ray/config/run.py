@@ -35,7 +35,7 @@ BRANCHING = ("g2rpo", "e_grpo")
 class Config(Section):
     """One run."""
 
-    run_dir: str
+    run_dir: str = Field(min_length=1)
     """Folder of the run: configuration, metrics, checkpoints, pictures, report."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything random: prompt order, initial noise, branch noise."""

@@ -12,7 +12,12 @@ from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.files import read_json_object, replace_text
 from g2rpo_ray.common.section import ConfigError
 from g2rpo_ray.config import Config, load_config
-from g2rpo_ray.learner.checkpoints.format import CheckpointInfo, pin_weights, weights_checksum
+from g2rpo_ray.learner.checkpoints.format import (
+    CheckpointInfo,
+    check_whole,
+    pin_weights,
+    weights_checksum,
+)
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.run.weights import read_fitting_info, while_it_is_there
 
@@ -141,11 +146,10 @@ def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
         return Weights(label, None, "none", base_fingerprint(config.model))
     pin, record = pins / label, pins / f"{label}.json"
     if record.is_file():
-        known = read_json_object(record, EvaluationError)
+        remedy = "remove the file"
+        known = read_json_object(record, EvaluationError, remedy)
         if missing := {"source", "checkpoint", "checksum", "training"} - known.keys():
-            raise EvaluationError(
-                f"{record}: {', '.join(sorted(missing))} missing; remove the file"
-            )
+            raise EvaluationError(f"{record}: {', '.join(sorted(missing))} missing; {remedy}")
         if known["source"] == source:
             path = Path(known["checkpoint"])
             _keep(path, pin, known["checksum"])
@@ -158,6 +162,7 @@ def _find(config: Config, label: str, source: str, pins: Path) -> Weights:
 
     def keep(path: Path) -> CheckpointInfo:
         info = read_fitting_info(path, config.model)
+        check_whole(path, weights_alone=True)
         pin_weights(path, pin)
         return info
 

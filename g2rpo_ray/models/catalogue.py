@@ -133,6 +133,13 @@ def reward_problems(config: Config) -> Iterator[str]:
             yield f"rewards.{name}: {error}"
 
 
+def absent_files(config: Config) -> list[str]:
+    """In words, files of rewards that are not on this machine; another's may lie where their
+    replicas run."""
+    paths = ((setting, resolve_path(path)) for setting, path in reward_paths(config))
+    return [f"{setting}: {path} is not there" for setting, path in paths if not path.exists()]
+
+
 def reward_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Setting and value of every option of a scorer that names a file or folder."""
     for name, reward in config.rewards.items():

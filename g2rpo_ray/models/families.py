@@ -87,19 +87,23 @@ def latents_of(config: Config, family: Family) -> LatentShape:
     return family.latents(config.sampling.height, config.sampling.width)
 
 
-def check_guidance(config: Config, family: Family) -> None:
+def check_settings(config: Config, family: Family) -> None:
     """
     Raises:
-        ModelFolderError: guidance and negative prompt do not fit the model, or the learner has no
-            guidance to leave out.
+        ModelFolderError: guidance, negative prompt or length of texts do not fit the model, or the
+            learner has no guidance to leave out.
     """
-    sampling = config.sampling
+    sampling, length = config.sampling, config.prompts.max_sequence_length
     problem = family.guidance_problem(sampling.guidance, sampling.negative_prompt)
     if problem is None and config.learner.unguided and family.passes(sampling.guidance) == 1:
         problem = (
             f"learner.unguided is true, and an evaluation of this {family.pipeline} with "
             f"sampling.guidance {sampling.guidance:g} is one pass: there is no other to leave out; "
             "set learner.unguided: false"
+        )
+    if (most := family.longest_text) is not None and length > most:
+        problem = (
+            f"prompts.max_sequence_length is {length}; a {family.pipeline} takes 1 to {most} tokens"
         )
     if problem:
         raise ModelFolderError(f"model.path {config.model.path!r}: {problem}")

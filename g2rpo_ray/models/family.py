@@ -168,6 +168,11 @@ class Family(ABC):
         return None
 
     @property
+    def longest_text(self) -> int | None:
+        """Largest ``prompts.max_sequence_length`` that pipeline and network take; None: any."""
+        return None
+
+    @property
     def vae_channels(self) -> int:
         """Of a latent; what a file leaves out has diffusers' default."""
         return self.configs["vae"].get("latent_channels", 4)

@@ -13,7 +13,7 @@ from g2rpo_ray.common.imports import uncollected
 from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.common.weight_files import TensorPlace, chosen_files, find_weights
 from g2rpo_ray.config import Config, ModelSection
-from g2rpo_ray.models.families import check_guidance, latents_of, open_family
+from g2rpo_ray.models.families import check_settings, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.frozen_float8 import round_blocks
 from g2rpo_ray.models.saving import WEIGHTS_NAME
@@ -28,16 +28,16 @@ RANDOM_STD = 0.02
 
 def check_model(config: Config) -> Path:
     """The folder of ``model.path``: of a family known here that has pictures of the configured
-    sizes and takes the configured guidance, with every part in place, its configuration usable,
-    every weight file whole and tokenizers that tell texts apart.
+    sizes and takes the configured guidance and length of texts, with every part in place, its
+    configuration usable, every weight file whole and tokenizers that tell texts apart.
 
     Which tensors the files hold is checked on loading.
 
     Raises:
         ModelFolderError: the folder or a part of it is missing, of another class or another model,
             quantised or cut short; more than one file could be meant; or the model has no pictures
-            of such a size, takes no such guidance, or says nothing of its own schedule, which is
-            asked for.
+            of such a size, takes no such guidance or length, or says nothing of its own schedule,
+            which is asked for.
     """
     folder = resolve_path(config.model.path)
     if not folder.is_dir():
@@ -55,7 +55,7 @@ def check_model(config: Config) -> Path:
         else:
             load_part_tokenizer(family, folder / part)
     latents = latents_of(config, family)
-    check_guidance(config, family)
+    check_settings(config, family)
     if config.sampling.schedule == "dynamic":
         family.schedule(config.sampling.steps, latents)
     return folder

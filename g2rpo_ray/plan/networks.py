@@ -15,7 +15,7 @@ import torch
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
-from g2rpo_ray.models.families import FAMILIES, check_guidance, latents_of, open_family
+from g2rpo_ray.models.families import FAMILIES, check_settings, latents_of, open_family
 from g2rpo_ray.models.family import Family, ModelFolderError
 from g2rpo_ray.models.fp8 import twin_bytes
 from g2rpo_ray.models.frozen_float8 import block_linears
@@ -107,7 +107,7 @@ def _once(count: Callable[[Family, str, Config], Counted], config: Config) -> Co
     """Counting the largest models takes seconds: equal questions are answered once."""
     family, source = planned_family(config.model.path)
     latents_of(config, family)
-    check_guidance(config, family)
+    check_settings(config, family)
     asked = config.model_dump_json(include=READ)
     key = count, type(family), source, json.dumps(family.configs), asked
     try:

@@ -6,13 +6,14 @@ from typing import Any
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
+from g2rpo_ray.models.catalogue import absent_files, check_rewards
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.plan.arithmetic import describe
 from g2rpo_ray.plan.costs import CPU, CostTable, load_costs
 from g2rpo_ray.plan.encoding import Encoding, plan_encoding
 from g2rpo_ray.plan.memory import PartsGib
 from g2rpo_ray.plan.prediction import Predictor, Split, recommend
-from g2rpo_ray.prompts.dataset import check_apart, read_config_prompts
+from g2rpo_ray.prompts.dataset import check_apart, read_config_prompts, repeated_words
 from g2rpo_ray.prompts.formats import PromptFileError
 
 DEFAULT_CARD = "H100"
@@ -100,7 +101,18 @@ def prompt_lines(config: Config) -> list[str]:
         told = f"{path}, {len(found[-1])} prompts" if there else f"{path} is not there (yet)"
         lines.append(_line(f"prompts.{name}", told))
     check_apart(*found)
-    return lines
+    repeated = found[0] and repeated_words(config, len(found[0]))
+    return lines + ([_line("warning", repeated)] if repeated else [])
+
+
+def reward_lines(config: Config) -> list[str]:
+    """For a dry run: files of rewards that are not there.
+
+    Raises:
+        ScorerError: of those that are, with which the run, too, would end.
+    """
+    check_rewards(config)
+    return [_line("reward", f"{absent} (yet)") for absent in absent_files(config)]
 
 
 def encoding_lines(config: Config) -> list[str]:

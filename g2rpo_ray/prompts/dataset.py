@@ -61,6 +61,17 @@ def check_apart(train: Sequence[str], heldout: Sequence[str]) -> None:
         )
 
 
+def repeated_words(config: Config, count: int) -> str:
+    """That ``count`` prompts to train on are fewer than an iteration takes; empty where not."""
+    wanted = config.sampling.prompts_per_iteration
+    if count >= wanted:
+        return ""
+    return (
+        f"prompts.train has {count} prompts, and an iteration takes {wanted} "
+        "(sampling.prompts_per_iteration): the same come several times in each"
+    )
+
+
 def open_embeddings(path: str) -> Embeddings | None:
     """The folder of embeddings that a setting names; None where it names something else."""
     folder = resolve_path(path)

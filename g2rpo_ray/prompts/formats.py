@@ -115,12 +115,19 @@ def _decoded(path: Path, content: bytes) -> str:
         if content[:64].lstrip().lower().startswith(start):
             raise PromptFileError(f"{path}: cannot be read as prompts: {reason}")
     utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    zeros = [content[place::2].count(0) for place in (0, 1)]
+    if not utf16 and max(zeros) > len(content) / 4 > 4 * min(zeros):
+        raise PromptFileError(
+            f"{path}: every other byte is 0, as in UTF-16 without its mark; convert the file to "
+            "UTF-8"
+        )
     try:
         return re.sub("\r\n?", "\n", content.decode("utf-16" if utf16 else "utf-8"))
     except UnicodeDecodeError as error:
         *lines, line = content[: error.start].split(b"\n")
+        form = "UTF-16, whose mark it begins with" if utf16 else "UTF-8"
         raise PromptFileError(
-            f"{path}, line {len(lines) + 1}: not UTF-8 ({error.reason} at byte {len(line)}); "
+            f"{path}, line {len(lines) + 1}: not {form} ({error.reason} at byte {len(line)}); "
             "convert the file to UTF-8"
         ) from None
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from g2rpo_ray.common.files import cause_of, read_json_object
+from g2rpo_ray.common.files import cause_of, files_under, name_text, read_json_object
 from g2rpo_ray.common.prompt_text import PromptText, metadata_of
 from g2rpo_ray.prompts.formats import JSON_SUFFIXES, TABLE_SUFFIXES, PromptFileError, file_prompts
 
@@ -27,6 +27,9 @@ KINDS = ((".parquet",), JSON_SUFFIXES, TABLE_SUFFIXES, (".txt",))
 """Data files of a folder: those of the first kind that it has."""
 NO_DATA = ("dataset_info", "dataset_infos", "config", "readme", "license", "requirements")
 """Files of these names lie beside them."""
+
+MOST_FILES = 100_000
+"""Of a folder of prompts; one with more is ``/``, or somebody's home."""
 
 
 def read_prompts(path: Path, max_characters: int | None, key: str | int = "prompt") -> list[str]:
@@ -89,7 +92,7 @@ def _entries(path: Path, key: str | int) -> Iterator[tuple[str, PromptText]]:
         )
         for place, text in file_prompts(file, key):
             styled = of_style and not metadata_of(text)
-            yield place, PromptText(text, {"style": file.stem}) if styled else text
+            yield place, PromptText(text, {"style": name_text(file.stem)}) if styled else text
 
 
 def _dataset_files(folder: Path) -> list[Path]:
@@ -109,8 +112,16 @@ def _dataset_files(folder: Path) -> list[Path]:
     state = folder / "state.json"
     if state.is_file():
         return _named_files(state)
-    names = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    if folder == Path(folder.anchor):
+        raise PromptFileError(
+            f"{folder}: the root of a file system is no folder of prompts; name one in it"
+        )
+    names = files_under(folder, MOST_FILES)
+    if len(names) > MOST_FILES:
+        raise PromptFileError(
+            f"{folder}: cannot be read as prompts: more than {MOST_FILES} files lie in it and below"
+            "; name one of them, or the folder of one dataset"
+        )
     names = [name for name in names if name.stem.lower() not in NO_DATA]
     of_kinds = [[name for name in names if name.suffix.lower() in kind] for kind in KINDS]
     chosen = next(filter(None, of_kinds), [])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from g2rpo_ray import __version__
 from g2rpo_ray.common.errors import InputError
-from g2rpo_ray.common.files import check_room, flush, sole_writer, writing
+from g2rpo_ray.common.files import check_room, flush, is_locked, sole_writer, writing
 from g2rpo_ray.common.formatting import format_score
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.common.secrets import publishable
@@ -155,6 +155,9 @@ def _form(config: Config, checkpoint: str, layout: Layout) -> Form:
 def _written_whole(target: Path) -> Iterator[Path]:
     """A folder beside ``target`` to write to, which becomes it at the end, or is gone."""
     temporary = target.with_name(f".{target.name}.writing")
+    for other in sorted(target.parent.glob(".*.writing")):
+        if other != temporary and not is_locked(other):
+            logger.warning("%s: left by an export that was killed; remove it", other)
     with writing(target, ExportError):
         temporary.mkdir(parents=True, exist_ok=True)
         with sole_writer(temporary, ExportError, "--to"):

@@ -20,7 +20,7 @@ from g2rpo_ray.common.files import replace_text, writing
 from g2rpo_ray.config import Config, load_config, save_config
 from g2rpo_ray.learner.checkpoints.fence import Fence
 from g2rpo_ray.learner.checkpoints.folders import delete_states_from, iteration_of, list_states
-from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo
+from g2rpo_ray.learner.checkpoints.format import CheckpointError, CheckpointInfo, check_whole
 from g2rpo_ray.models.fingerprint import base_fingerprint
 from g2rpo_ray.run.paths import (
     RESOLVED,
@@ -78,6 +78,7 @@ def open_run(config: Config, resume: str) -> Run:
     Raises:
         RunFolderError: the folder has a run already, lies among another's checkpoints, another
             process trains in it, or the checkpoint is of another kind.
+        CheckpointError: the checkpoint is damaged, as far as ``check_whole`` sees.
     """
     folder = run_folder(config)
     check_outside_states(folder, RunFolderError, "run_dir")
@@ -96,6 +97,8 @@ def open_run(config: Config, resume: str) -> Run:
         Fence(folder).following()
     checkpoint = _checkpoint_of(folder, resume)
     info = _info_at_start(config, folder, checkpoint)
+    if checkpoint is not None:
+        check_whole(checkpoint)
     first_record = None
     if has_run:
         first_record = 0 if checkpoint is None else info.iteration + 1
@@ -265,9 +268,12 @@ def _finished_iterations(folder: Path) -> int | None:
     if not summary.exists():
         return None
     try:
-        return int(json.loads(summary.read_text())["iterations"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"{summary}: not readable as a run's summary: {error}") from error
+        return int(json.loads(summary.read_text(encoding="utf-8"))["iterations"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(
+            f"{summary}: not readable as a run's summary: {error}; remove it: a run that is at its "
+            "last iteration then evaluates, and writes it, again"
+        ) from error
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, object]:

@@ -1,6 +1,7 @@
 """What a run scored on held-out prompts: which checkpoint is the best, whether it still learns."""
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from g2rpo_ray.learner.checkpoints.folders import iteration_of, list_checkpoints
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run.paths import run_folder
 from g2rpo_ray.tracking.metrics import read_metrics
+
+logger = logging.getLogger(__name__)
 
 
 def evaluated_iterations(config: Config) -> set[int]:
@@ -95,9 +98,14 @@ def fallen_most(
         return {}
     first = min(files, key=lambda file: int(file.stem.removeprefix("iteration_")))
     before: dict[int, list[float]] = {}
-    for entry in json.loads(first.read_text(encoding="utf-8")):
-        if (score := entry["scores"].get(reward)) is not None:
-            before.setdefault(entry["prompt_id"], []).append(score)
+    try:
+        for entry in json.loads(first.read_text(encoding="utf-8")):
+            if (score := entry["scores"].get(reward)) is not None:
+                before.setdefault(entry["prompt_id"], []).append(score)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # No reason to end a run, which has other evaluations.
+        logger.warning("%s: not readable as a list of pictures (%r); remove it", first, error)
+        return {}
     falls = {
         result.prompt_id: fmean(before[result.prompt_id]) - float(result.scores[reward].mean())
         for result in results

@@ -23,6 +23,8 @@ from g2rpo_ray.run.paths import RunFolderError, run_folder
 from g2rpo_ray.run.scores import best_evaluated
 
 T = TypeVar("T")
+NAMES = "last, best, or the folder of a checkpoint or of a run"
+"""What ``--checkpoint`` takes of a run."""
 
 
 class SampleError(InputError):
@@ -76,6 +78,8 @@ def checkpoint_named(config: Config, name: str) -> Path:
         RunFolderError: the run has no checkpoint, or none that is better than the base model.
     """
     folder = run_folder(config)
+    if not name:
+        raise RunFolderError(f"--checkpoint is empty: name {NAMES}")
     if name not in ("last", "best"):
         folder = Path(name).expanduser().absolute()
         if not (folder / "checkpoints").is_dir():
@@ -119,7 +123,8 @@ def while_it_is_there(config: Config, name: str, use: Callable[[Path], T]) -> tu
                 raise
             if checkpoint_named(config, name) == path:
                 raise CheckpointError(
-                    f"{path}: not there (any more); a run has its checkpoints in checkpoints/"
+                    f"{path}: not there (any more); a run has its checkpoints in checkpoints/. "
+                    f"--checkpoint takes {NAMES}"
                 ) from error
 
 

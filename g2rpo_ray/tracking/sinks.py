@@ -163,7 +163,10 @@ def read_lines(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
             try:
                 record = _parse_record(line)
             except ValueError as error:
-                broken = TrackingError(f"{path}, line {number}: not a metrics record: {error}")
+                broken = TrackingError(
+                    f"{path}, line {number}: not a metrics record: {error}; remove that line: the "
+                    "run then lacks its numbers, and nothing else"
+                )
                 broken.__cause__ = error
                 continue
             if kind in (None, record["kind"]):

@@ -20,6 +20,7 @@ from g2rpo_ray.common.device import describe_device
 from g2rpo_ray.common.errors import InputError, RunError
 from g2rpo_ray.common.files import (
     check_room,
+    read_json_object,
     replace_text,
     replacing,
     sha256_of_file,
@@ -235,7 +236,7 @@ def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
             if any(folder.iterdir()):
                 raise EmbedError(f"{folder}: not empty; name another folder with --out")
             replace_text(path, json.dumps(plan, indent=1))
-        earlier = json.loads(path.read_text())
+        earlier = read_json_object(path, EmbedError, "remove the folder, or name another --out")
         lines = (folder / FINISHED).read_text().splitlines() if (folder / FINISHED).exists() else []
     except (OSError, ValueError) as error:
         raise EmbedError(f"{folder}: cannot be used: {error}") from error
@@ -248,12 +249,12 @@ def _open(folder: Path, plan: dict[str, Any]) -> dict[int, dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+            shard, number, size = folder / row["file"], row["shard"], row["bytes"]
+        except (ValueError, KeyError, TypeError):
             # Half a line: the command was killed while it wrote it. The shard is made again.
             continue
-        shard = folder / row["file"]
-        if shard.is_file() and shard.stat().st_size == row["bytes"]:
-            finished[row["shard"]] = row
+        if shard.is_file() and shard.stat().st_size == size:
+            finished[number] = row
     return finished
 
 

@@ -11,11 +11,17 @@ from g2rpo_ray.common.paths import is_shipped, resolve_path
 from g2rpo_ray.common.stop import StopSignal
 from g2rpo_ray.config import Config
 from g2rpo_ray.models.attention import check_attention
-from g2rpo_ray.models.catalogue import check_rewards
+from g2rpo_ray.models.catalogue import absent_files, check_rewards
 from g2rpo_ray.models.loading import check_model, part_weights
 from g2rpo_ray.plan.memory import state_bytes
 from g2rpo_ray.plan.networks import policy_size
-from g2rpo_ray.prompts.dataset import check_apart, embeddings_of, evenly, read_config_prompts
+from g2rpo_ray.prompts.dataset import (
+    check_apart,
+    embeddings_of,
+    evenly,
+    read_config_prompts,
+    repeated_words,
+)
 from g2rpo_ray.prompts.embeddings import embedding_bytes
 from g2rpo_ray.prompts.kept import KEPT
 from g2rpo_ray.rewards.prompts import check_prompts
@@ -126,6 +132,10 @@ def open_session(config: Config, resume: str) -> Iterator[Session]:
                 "before: evaluation.guards and patience, checkpoint.best and the report go by "
                 "what is there"
             )
+    for absent in absent_files(config):
+        session.progress.note(f"warning: {absent}; it must be where that reward's replicas run")
+    if repeated := repeated_words(config, len(train)):
+        session.progress.note(f"warning: {repeated}")
     for change in changes:
         session.progress.note(f"changed since the run was started: {change}")
     log_as("driver")

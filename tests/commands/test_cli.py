@@ -12,7 +12,10 @@ import ray
 
 from g2rpo_ray.cli import main
 from g2rpo_ray.config import Config, load_config, save_config
+from g2rpo_ray.doctor.checks.prompts import check_prompts
+from g2rpo_ray.doctor.findings import Level
 from g2rpo_ray.run.folder import open_run
+from g2rpo_ray.training.session import open_session
 from tests.tiny import QUICKSTART, copy_flux
 
 
@@ -100,6 +103,8 @@ def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
         ["embed", "run.yaml", "p.txt", "--out", "e", "--shard-size", "0"],
         ["embed", "run.yaml", "p.txt", "--out", "e", "--limit", "-1"],
         ["export", "run", "--to", "e", "--max-shard-size", "large"],
+        ["demo", "run", "--port", "99999"],
+        ["demo", "run", "--port", "0"],
     ],
 )
 def test_numbers_out_of_range_are_named(
@@ -109,6 +114,65 @@ def test_numbers_out_of_range_are_named(
         main(arguments)
     assert caught.value.code == 2
     assert f"argument {arguments[-2]}: '{arguments[-1]}': expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["export", "run", "--to", ""], "--to: empty"),
+        (["export", "run", "--to="], "--to=: empty"),
+        (["sample", "run", "--prompt", "a", "--checkpoint", ""], "--checkpoint: empty"),
+        (["train", "run.yaml", "--resume", ""], "--resume: empty"),
+        (["score", ""], "score: empty"),
+    ],
+)
+def test_an_empty_argument_is_no_folder(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"g2rpo: {named}; it needs a value\n"
+
+
+@pytest.mark.parametrize("name", ["plan", "doctor"])
+def test_json_that_cannot_be_written_names_the_file_that_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("g2rpo_ray.doctor.examine.examine", lambda _: [])
+    monkeypatch.setattr("g2rpo_ray.doctor.findings.as_text", lambda _: "")
+    file = tmp_path / "none" / "found.json"
+    assert main([name, str(QUICKSTART), "--json", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert told == f"g2rpo: --json {file}: cannot be written: No such file or directory\n"
+
+
+def test_a_configuration_in_another_encoding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(QUICKSTART.read_text(), encoding="utf-16")
+    assert main(["train", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert f"{file}: cannot be read: 'utf-8' codec" in told
+    assert told.endswith("save it as UTF-8\n")
+
+
+def test_fewer_prompts_than_an_iteration_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.txt").write_text("a cat\na dog\na cow\na fox\n")
+    run = [f"run_dir={tmp_path / 'run'}", f"prompts.train={tmp_path / 'train.txt'}"]
+    told = "prompts.train has 4 prompts, and an iteration takes 5 (sampling.prompts_per_iteration)"
+    for count in (4, 5):
+        settings = [*run, f"sampling.prompts_per_iteration={count}"]
+        assert train("--dry-run", *settings) == 0
+        assert (f"warning  {told}" in capsys.readouterr().out) == (count == 5)
+        config = load_config(QUICKSTART, settings)
+        with open_session(config, "none"):
+            assert (f"warning: {told}" in capsys.readouterr().out) == (count == 5)
+        (finding,) = check_prompts(config)
+        assert (finding.level, told in finding.what) == ((Level.OK, False), (Level.WARN, True))[
+            count - 4
+        ]
 
 
 def test_a_folder_that_was_moved_is_the_run_and_not_what_lies_at_its_old_place(

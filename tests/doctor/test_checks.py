@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from g2rpo_ray.cluster.demand import Node
@@ -24,6 +25,7 @@ from g2rpo_ray.doctor.checks.storage import check_space, most_states
 from g2rpo_ray.doctor.checks.versions import check_versions
 from g2rpo_ray.doctor.findings import Finding, Level, as_json, as_text, fail, ok, warn, worst
 from g2rpo_ray.doctor.probe import Gpu, NodeFacts
+from tests.disks import unreadable
 from tests.tiny import QUICKSTART, copy_flux, tiny_config
 
 H100 = Gpu("NVIDIA H100", "580.1", 81559, 4)
@@ -245,6 +247,21 @@ def test_model_files(tmp_path: Path) -> None:
     assert any("cut short" in problem for problem in model_problems(config))
 
 
+def test_a_folder_of_a_model_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flux = copy_flux(tmp_path / "flux")
+    config = tiny_config(tmp_path, f"model.path={flux}")
+    for name in (".cache", "more"):
+        (flux / name).mkdir()
+        (flux / name / "file").touch()
+    assert not any(".cache" in name for name in digests(config))
+    unreadable(monkeypatch, flux / "more")
+    for look in (digests, model_problems):
+        with pytest.raises(PermissionError, match=f"{flux}/more"):
+            look(config)
+
+
 def test_a_rewards_file_that_is_missing(tmp_path: Path) -> None:
     scorer = "{kind: clip, options: {architecture: 'local-dir:/no/clip'}}"
     config = tiny_config(tmp_path, f"rewards={{clip: {scorer}}}")
@@ -274,6 +291,9 @@ def test_a_recipes_reward_files_are_looked_for(
     assert f"rewards.hps.options.checkpoint: {checkpoint} is not there" in model_problems(config)
     checkpoint.parent.mkdir()
     checkpoint.touch()
+    found = model_problems(config)
+    assert any(f"rewards.hps: {checkpoint}: damaged, or no checkpoint" in it for it in found)
+    torch.save({}, checkpoint)
     (problem,) = [p for p in model_problems(config) if p.startswith("rewards.")]
     assert problem.startswith("rewards.clip.options.architecture: ")
 

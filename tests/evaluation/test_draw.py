@@ -41,7 +41,7 @@ from g2rpo_ray.models.weights import WeightReceipt, load_weights
 from g2rpo_ray.rollout.answers import HeldoutDraw, HeldoutPictures
 from g2rpo_ray.rollout.worker import RolloutWorker
 from g2rpo_ray.run.paths import RunFolderError
-from g2rpo_ray.run.weights import weights_in, while_it_is_there
+from g2rpo_ray.run.weights import checkpoint_named, weights_in, while_it_is_there
 from g2rpo_ray.weight_sync.base import Peer, verify
 from tests.states import write_checkpoint
 from tests.tiny import KnownScores, Redness, encode, tiny_config
@@ -252,6 +252,24 @@ def test_a_run_named_by_dots_has_its_own_label(
     (tmp_path / "weights" / f"{run.name}.json").write_text("{}")
     with pytest.raises(EvaluationError, match="checkpoint, checksum, source, training missing"):
         parse_weights(config, [".."], tmp_path / "weights")
+
+
+@pytest.mark.usefixtures("trained")
+def test_damaged_weights_are_refused_before_anything_starts(config: Config, tmp_path: Path) -> None:
+    last = checkpoint_named(config, "last")
+    copy = shutil.copytree(last, tmp_path / "copy")
+    for optimizer in copy.glob("optimizer-*"):
+        optimizer.unlink()
+    assert parse_weights(config, [f"a={copy}"], tmp_path / "pins")[0].label == "a"
+    file = next(copy.glob("trainable-*"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{file}: damaged"):
+        parse_weights(config, [f"b={copy}"], tmp_path / "pins")
+    assert not (tmp_path / "pins" / "b").exists()
+    with pytest.raises(RunFolderError, match="--checkpoint is empty: name last, best"):
+        parse_weights(config, ["b="], tmp_path / "pins")
+    with pytest.raises(CheckpointError, match=r"/none: not there .*--checkpoint takes last, best"):
+        parse_weights(config, [f"b={tmp_path}/none"], tmp_path / "pins")
 
 
 @pytest.mark.usefixtures("trained")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.evaluation.scored import folder_of, lines_file, overrides, png, refused, run
+from tests.disks import unreadable
+from tests.evaluation.scored import folder_of, lines_file, overrides, png, refused, rows_of, run
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,12 @@ def test_which_prompt_a_picture_has(
 ) -> None:
     folder = folder_of(tmp_path / "p", names)
     prompts = lines_file(tmp_path / "prompts.jsonl", rows)
-    found, _ = run(folder, tmp_path / "out", overrides("bright"), prompts)
+    if all(len(wanted) > 1 for wanted in expected):
+        message = refused(folder, tmp_path / "out", overrides("bright"), prompts)
+        assert f"no picture has a score of bright: {expected[0]}" in message
+    else:
+        run(folder, tmp_path / "out", overrides("bright"), prompts)
+    found = rows_of(tmp_path / "out")
     for name, wanted in zip(names, expected, strict=True):
         if len(wanted) == 1:
             assert found[name]["prompt"] == wanted
@@ -135,7 +142,9 @@ def test_a_caption_that_is_empty_says_so(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "p", ["a.png", "b.png", "c.png"])
     (folder / "a.txt").write_text(" \n")
     (folder / "b.txt").write_text("\u200b")
-    rows, _ = run(folder, tmp_path / "out", overrides("bright"))
+    message = refused(folder, tmp_path / "out", overrides("bright"))
+    assert "no picture has a score of bright: the prompt is empty: give --prompts FILE" in message
+    rows = rows_of(tmp_path / "out")
     for name, cause in (
         ("a", "the prompt is empty"),
         ("b", "the prompt is empty"),
@@ -145,11 +154,79 @@ def test_a_caption_that_is_empty_says_so(tmp_path: Path) -> None:
         assert rows[f"{name}.png"]["problem"] == f"bright: {cause}"
 
 
+def test_pictures_without_captions_are_no_result(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "p", ["a.png", "b.png"])
+    settings = overrides("bright") + overrides("plain", "Plain")
+    message = refused(folder, tmp_path / "out", settings)
+    assert (
+        f"{folder}: no picture has a score of bright: it has no prompt: give --prompts" in message
+    )
+    assert [row["plain"] for row in rows_of(tmp_path / "out").values()] == pytest.approx(
+        [0, 1 / 255]
+    )
+    (folder / "b.txt").write_text("a caption")
+    rows, _ = run(folder, tmp_path / "out", settings)
+    assert [row["bright"] for row in rows.values()] == [None, pytest.approx(1 / 255)]
+
+
+def test_damaged_pictures_are_no_result(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "p", ["a.png"])
+    (folder / "a.png").write_bytes(b"")
+    message = refused(folder, tmp_path / "out", overrides("plain", "Plain"))
+    assert "no picture has a score of plain: no picture that can be read: an empty file." in message
+    assert rows_of(tmp_path / "out")["a.png"]["problem"].startswith("no picture that")
+
+
+def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
+    def named(name: bytes) -> str:
+        return os.fsdecode(b"caf\xe9" + name)
+
+    folder = folder_of(tmp_path / "p", [named(b".png"), named(b"/b.png"), "plain.png"])
+    (folder / named(b".txt")).write_text("a caption")
+    (folder / named(b"/b.txt")).write_bytes(b"\xff")
+    rows, report = run(folder, tmp_path / "out", overrides("bright"))
+    assert {name: row["prompt"] for name, row in rows.items()} == {
+        "caf\\xe9.png": "a caption", "caf\\xe9/b.png": None, "plain.png": None,
+    }  # fmt: skip
+    assert "(1 pictures, first caf\\xe9/b.png)" in report
+    before = (tmp_path / "out" / "scores.jsonl").read_text()
+    run(folder, tmp_path / "out", overrides("plain", "Plain"))
+    assert (tmp_path / "out" / "scores.jsonl").read_text().startswith(before)
+
+
+def test_names_that_are_no_utf_8_of_and_in_tar_files(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    file = tmp_path / "p" / os.fsdecode(b"\xe9.tar")
+    with tarfile.open(file, "w") as archive:
+        for name, content in ((b"caf\xe9.png", png(51)), (b"cut.png", bytes(20_000))):
+            info = tarfile.TarInfo(os.fsdecode(name))
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    file.write_bytes(file.read_bytes()[:6000])
+    rows, report = run(tmp_path / "p", tmp_path / "out", overrides("plain", "Plain"))
+    assert list(rows) == ["\\xe9.tar#caf\\xe9"]
+    assert "- \\xe9.tar: damaged after \\xe9.tar#caf\\xe9" in report
+
+
+def test_a_folder_that_cannot_be_read_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path / "p", ["a.png", "sub/deep/b.png", ".trash/c.png"])
+    unreadable(monkeypatch, folder / ".trash")
+    rows, _ = run(folder, tmp_path / "out", overrides("plain", "Plain"))
+    assert list(rows) == ["a.png", "sub/deep/b.png"]
+    unreadable(monkeypatch, folder / "sub" / "deep")
+    message = refused(folder, tmp_path / "out", overrides("plain", "Plain"))
+    assert f"{folder}/sub/deep: cannot be read: Permission denied" in message
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("scores.jsonl", '["x"]\n', "scores.jsonl: not readable"),
         ("request.json", None, "request.json: 'rewards' is no object"),
+        ("request.json", "", "request.json: not readable as JSON"),
+        ("request.json", "[]", "request.json: expected a JSON object"),
     ],
 )
 def test_damaged_files_of_an_earlier_time_are_named(

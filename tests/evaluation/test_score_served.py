@@ -7,6 +7,7 @@ import pytest
 
 from g2rpo_ray.config.scoring import load_scoring
 from g2rpo_ray.evaluation.scoring import judges
+from g2rpo_ray.evaluation.scoring.pictures import ScoreError
 from g2rpo_ray.evaluation.scoring.score import score
 from tests.evaluation.scored import folder_of, lines_file, overrides, rows_of
 
@@ -54,7 +55,8 @@ def test_a_served_scorer_says_itself_whether_it_wants_captions(
     config = load_scoring(None, [], overrides("bright") + overrides("plain", "Plain"))
     found = []
     for on_ray in (False, True):
-        score(config, folder, None, tmp_path / f"out{on_ray}", on_ray=on_ray)
+        with pytest.raises(ScoreError, match="no picture has a score of bright: it has no prompt"):
+            score(config, folder, None, tmp_path / f"out{on_ray}", on_ray=on_ray)
         found.append(rows_of(tmp_path / f"out{on_ray}")["a.png"])
     here, served = found
     assert here["plain"] is not None

@@ -30,6 +30,7 @@ from g2rpo_ray.learner.checkpoints.format import (
     WEIGHTS_FILE,
     CheckpointError,
     CheckpointInfo,
+    check_whole,
     commit_checkpoint,
     open_checkpoint,
     prepare_checkpoint,
@@ -40,7 +41,7 @@ from g2rpo_ray.learner.checkpoints.format import (
 )
 from g2rpo_ray.learner.checkpoints.parts import StatePart
 from g2rpo_ray.learner.worker import Learner
-from tests.disks import make_read_only, small_disk
+from tests.disks import make_read_only, small_disk, unreadable
 from tests.states import whole_parts, write_checkpoint
 from tests.tiny import equal_weights, tiny_config
 
@@ -169,6 +170,7 @@ def test_description_that_lacks_an_entry(tmp_path: Path, key: str) -> None:
     message = error_of(path.parent)
     assert str(path) in message
     assert key in message
+    assert BOTH_OPTIONS in message
 
 
 def test_description_with_an_unknown_entry(tmp_path: Path) -> None:
@@ -181,7 +183,9 @@ def test_description_with_an_unknown_entry(tmp_path: Path) -> None:
 def test_description_of_other_files(tmp_path: Path, files: object) -> None:
     path = write(tmp_path, 1) / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"files": files}))
-    assert str(path) in error_of(path.parent)
+    message = error_of(path.parent)
+    assert str(path) in message
+    assert BOTH_OPTIONS in message
 
 
 def test_full_disk_names_the_cause_and_keeps_the_last_good_one(disk: Path) -> None:
@@ -437,3 +441,41 @@ def test_chosen_iterations_outlive_the_last_ones_in_their_own_history(tmp_path: 
     assert list_checkpoints(tmp_path) == [best, judged, new]
     assert not old.exists()
     assert not abandoned.exists()
+
+
+def test_states_that_cannot_be_listed_are_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints").touch()
+    assert list_checkpoints(tmp_path) == []
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "checkpoints" / "iteration_000001").mkdir(parents=True)
+    assert list_checkpoints(tmp_path) == [tmp_path / "checkpoints" / "iteration_000001"]
+    unreadable(monkeypatch, tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match="checkpoints: cannot be read: Permission denied"):
+        list_checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_what_is_seen_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed: bool
+) -> None:
+    if not hashed:
+        monkeypatch.setattr(checkpoint, "HASHED_AT_ONCE", 0)
+    folder = write(tmp_path, 1)
+    check_whole(folder)
+    weights, optimizer = (folder / name for name in FILES)
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", bytes(len(whole)), whole[:-1] + b"x"):
+        weights.write_bytes(damaged)
+        if not hashed and damaged[:-1] == whole[:-1]:
+            check_whole(folder)
+            continue
+        with pytest.raises(CheckpointError, match="damaged") as caught:
+            check_whole(folder)
+        assert BOTH_OPTIONS in str(caught.value)
+    weights.write_bytes(whole)
+    optimizer.unlink()
+    check_whole(folder, weights_alone=True)
+    with pytest.raises(CheckpointError, match=f"{optimizer}: missing"):
+        check_whole(folder)

@@ -255,6 +255,14 @@ def test_a_killed_command_goes_on(
     other = EmbedOptions(shard_size=2)
     with pytest.raises(EmbedError, match="was begun with other shard_size"):
         run(config, source, out, Selection(), other)
+    plan = (out / "plan.json").read_text()
+    for damaged in ("", "[]"):
+        (out / "plan.json").write_text(damaged)
+        with pytest.raises(EmbedError, match=r"plan\.json: .*JSON.*; remove the folder"):
+            run(config, source, out, Selection(), ONE)
+    (out / "plan.json").write_text(plan)
+    with (out / "finished.jsonl").open("a") as finished:
+        finished.write('{"shard": 1}\n[]\n')
     run(config, source, out, Selection(), ONE)
     assert sorted(made) == [0, 1, 2]
     again, whole = (json.loads((f / "manifest.json").read_text()) for f in (out, embedded))

@@ -1,20 +1,25 @@
 """Prompts from every format; what is wrong is named with file, line or row, and key."""
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from g2rpo_ray.common.prompt_text import metadata_of
+from g2rpo_ray.prompts import reading
 from g2rpo_ray.prompts.formats import PromptFileError
 from g2rpo_ray.prompts.reading import read_prompts
+from tests.disks import unreadable
 
 TEXTS = ["a cat", "红色圆圈在左边", "قطة على سطح المنزل", "a 🐈‍⬛ on a 🪑"]
 
 
 def jsonl(path: Path, *lines: object) -> Path:
     written = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(written) + "\n")
     return path
 
@@ -188,3 +193,51 @@ def test_embeddings_that_were_not_finished_are_no_dataset(tmp_path: Path) -> Non
 def test_any_length_where_a_selection_leaves_long_ones_out(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "p.jsonl", {"prompt": "x" * 10_000})
     assert len(read_prompts(path, None)[0]) == 10_000
+
+
+def test_a_folder_below_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jsonl(tmp_path / "a.jsonl", {"prompt": "a"})
+    (tmp_path / "b").mkdir()
+    jsonl(tmp_path / "b" / "b.jsonl", {"prompt": "b"})
+    assert read_prompts(tmp_path, None) == ["a", "b"]
+    unreadable(monkeypatch, tmp_path / "b")
+    assert error_of(tmp_path) == (
+        f"{tmp_path}: cannot be read: [Errno 13] Permission denied: '{tmp_path}/b'"
+    )
+
+
+def test_a_folder_of_too_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MOST_FILES", 2)
+    for number in range(3):
+        jsonl(tmp_path / f"{number}" / "p.jsonl", {"prompt": "a"})
+    assert "more than 2 files lie in it and below; name one of them" in error_of(tmp_path)
+
+
+def test_a_style_whose_name_is_no_utf_8(tmp_path: Path) -> None:
+    for name in (b"caf\xe9.json", b"photo.json"):
+        (tmp_path / os.fsdecode(name)).write_text('["a prompt"]')
+    styles = [metadata_of(prompt)["style"] for prompt in read_prompts(tmp_path, None)]
+    assert styles == ["caf\\xe9", "photo"]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("a cat\nein Bär\n".encode("utf-16-le"), ": every other byte is 0, as in UTF-16 without"),
+        ("a cat\na dog\n".encode("utf-16-be"), ": every other byte is 0, as in UTF-16 without"),
+        ("a cat\n".encode("utf-16") + b"\n", ", line 2: not UTF-16, whose mark it begins with"),
+        ("ein Bär".encode("latin-1"), ", line 1: not UTF-8"),
+    ],
+)
+def test_another_encoding(tmp_path: Path, content: bytes, named: str) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(content)
+    message = error_of(path)
+    assert f"{path}{named}" in message
+    assert message.endswith("convert the file to UTF-8")
+
+
+def test_the_root_is_no_folder_of_prompts() -> None:
+    assert "/: the root of a file system is no folder of prompts" in error_of(Path("/"))

@@ -177,7 +177,7 @@ def _no(*names: str) -> Callable[[Path], object]:
         (lambda it: write_tokenizer(it, markers=4), "lacks <|vision_end|>; expected Qwen2"),
         (lambda it: (it / "config.json").write_text('{"model_type": "clip"}'), "not 'qwen2_vl'"),
         (_no("HPSv3.safetensors"), "no such checkpoint file"),
-        (lambda it: (it / "HPSv3.safetensors").write_bytes(b"cut"), "damaged checkpoint"),
+        (lambda it: (it / "HPSv3.safetensors").write_bytes(b"cut"), "damaged, or no checkpoint"),
     ],
 )
 def test_other_files_that_do_not_fit_are_named_before_a_run(

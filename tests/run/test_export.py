@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from g2rpo_ray.common.files import sole_writer
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config, LoraSection
 from g2rpo_ray.evaluation.sample import SampleOptions, sample
@@ -336,6 +337,21 @@ def test_a_folder_that_is_there_is_not_touched(runs: dict[str, Config], tmp_path
     with pytest.raises(ExportError, match="is there already"):
         export(runs["full"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_what_a_killed_export_left_is_told_and_of_the_same_name_taken(
+    runs: dict[str, Config], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("same", "killed", "running"):
+        (tmp_path / f".{name}.writing").mkdir()
+        (tmp_path / f".{name}.writing" / "half.safetensors").touch()
+    with sole_writer(tmp_path / ".running.writing", ExportError, "--to"):
+        export(runs["lora"], tmp_path / "same")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"same", ".killed.writing", ".running.writing"}
+    assert not (tmp_path / "same" / "half.safetensors").exists()
+    told = [record.getMessage() for record in caplog.records if "killed" in record.getMessage()]
+    assert told == [f"{tmp_path}/.killed.writing: left by an export that was killed; remove it"]
 
 
 def test_a_place_that_refuses_leaves_nothing(

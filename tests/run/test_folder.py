@@ -20,7 +20,7 @@ from g2rpo_ray.models.fingerprint import base_file_fingerprint, base_fingerprint
 from g2rpo_ray.rollout.answers import HeldoutPictures
 from g2rpo_ray.run.folder import _LOCKS, begin_life, changed_settings, open_run, write_resolved
 from g2rpo_ray.run.paths import RunFolderError
-from g2rpo_ray.run.scores import save_heldout
+from g2rpo_ray.run.scores import fallen_most, save_heldout
 from g2rpo_ray.run.weights import checkpoint_named, trained_kind, while_it_is_there
 from g2rpo_ray.tracking.report.page import write_report
 from tests.states import write_checkpoint
@@ -398,6 +398,31 @@ def test_a_complete_run_says_how_to_go_on(folder: Path) -> None:
     assert open_run(config_of(folder, "iterations=12"), "auto").info.iteration == 10
 
 
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_damaged_checkpoint_is_refused_when_the_run_is_opened(folder: Path, resume: str) -> None:
+    config = start(folder)
+    newest = save(config, 2)
+    weights = next(newest.glob("trainable-*"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{weights}: damaged .*; name another checkpoint"):
+        open_run(config, "auto" if resume == "auto" else str(newest))
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=f"{weights}: missing"):
+        open_run(config, "auto" if resume == "auto" else str(newest))
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"iterations": null}', b"\xff"])
+def test_a_damaged_summary_says_what_to_do(folder: Path, content: bytes) -> None:
+    config = start(folder)
+    save(config, 10)
+    (folder / "summary.json").write_bytes(content)
+    message = error_of(config, "auto")
+    assert f"{folder}/summary.json: not readable as a run's summary" in message
+    assert "; remove it: a run that is at its last iteration then" in message
+    (folder / "summary.json").unlink()
+    assert open_run(config, "auto").info.iteration == 10
+
+
 def test_a_prolonged_run_does_not_show_the_summary_of_its_earlier_life(folder: Path) -> None:
     config = start(folder)
     save(config, 10)
@@ -491,3 +516,22 @@ def test_heldout_pictures_are_kept_with_their_scores(folder: Path) -> None:
     assert [entry["scores"] for entry in entries] == [{"clip": 0.5}, {"clip": None}]
     assert entries[1]["prompt"] == "ein Bär 🐻"
     assert all((folder / "pictures/heldout" / entry["file"]).is_file() for entry in entries)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'[{"scores": {}}, 3]', b"\xff"])
+def test_a_damaged_list_of_pictures_ends_no_run(
+    folder: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    pictures = torch.zeros(1, 4, 4, 3, dtype=torch.uint8)
+    results = [HeldoutPictures(7, "a bear", pictures, {"hps": torch.tensor([0.5])}, 1)]
+    for iteration in (4, 8):
+        save_heldout(folder, iteration, results)
+    first = folder / "pictures" / "heldout" / "iteration_4.json"
+    better = json.loads(first.read_text())
+    better[0]["scores"]["hps"] = 0.75
+    first.write_text(json.dumps(better))
+    assert fallen_most(folder, "hps", results, 3) == {7: 0.25}
+    first.write_bytes(content)
+    assert fallen_most(folder, "hps", results, 3) == {}
+    if content != b"{}":
+        assert f"{first}: not readable as a list of pictures" in caplog.text

@@ -1,5 +1,6 @@
 """Files that a user gives to a script, and that it cannot use: a line of words, exit code 2."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -68,6 +69,77 @@ def test_a_file_that_holds_something_else(
     given = folder / "runs" / "one" / "result.json"
     given.write_text(content)
     refusal(case, given, capsys)
+
+
+WRITTEN = {
+    "compare_algorithms --plot": ["--runs", "runs"],
+    "compare_algorithms --markdown": ["--runs", "runs"],
+    "compare_algorithms --json": ["--runs", "runs"],
+    "granularity_bias --plot": ["--data", "data.npz"],
+    "granularity_bias --markdown": ["--data", "data.npz"],
+    "judgement --markdown": ["runs"],
+    "judgement --pack": ["runs"],
+    "plot_frontier --plot": ["--accuracy", "good.json"],
+    "bench_start --json": [],
+    "bench_costs --json": [],
+}
+"""Script and option, with the other arguments that it needs."""
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_what_cannot_be_written_is_said_before_the_work(
+    case: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, option = case.split()
+    for place, cause in (
+        ("good.json/out", "cannot be written: [Errno 17] File exists: 'good.json'"),
+        ("runs", "a folder, or a file of others"),
+    ):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *WRITTEN[case], option, place])
+        with pytest.raises(SystemExit) as ended:
+            program.run(load_script(name).main)
+        assert ended.value.code == 2
+        told = capsys.readouterr().err
+        assert f"error: argument {option}: '{place}': " in told
+        assert cause in told
+
+
+def test_a_place_is_made_and_left_empty(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert program.output("new/deep/out.json") == Path("new/deep/out.json")
+    assert list((folder / "new" / "deep").iterdir()) == []
+    assert program.output("good.json") == Path("good.json")
+    assert program.output("/dev/stdout") == Path("/dev/stdout")
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(program, "TemporaryFile", refuse)
+    with pytest.raises(argparse.ArgumentTypeError, match=r"cannot be written: .*Permission denied"):
+        program.output("new/out.json")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [(PermissionError(13, "Permission denied", "/a/out"), 2, "/a/out: Permission denied\n"),
+     (OSError(28, "No space left on device", "/a/out"), 1, "/a/out: No space left on device\n")],
+)  # fmt: skip
+def test_what_the_system_refuses_is_said_in_words(
+    capsys: pytest.CaptureFixture[str], error: OSError, code: int, told: str
+) -> None:
+    def main() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        program.run(main)
+    assert (ended.value.code, capsys.readouterr().err) == (code, told)
+
+
+def test_an_error_of_no_file_keeps_its_traceback() -> None:
+    def main() -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    with pytest.raises(ConnectionResetError):
+        program.run(main)
 
 
 def test_every_script_ends_so() -> None:

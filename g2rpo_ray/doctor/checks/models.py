@@ -6,12 +6,12 @@ from pathlib import Path
 
 from ray.actor import ActorHandle
 
-from g2rpo_ray.common.files import sha256_of_file
+from g2rpo_ray.common.files import files_under, sha256_of_file
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.config import Config
 from g2rpo_ray.doctor.findings import Finding, fail, ok
 from g2rpo_ray.doctor.probe import ask
-from g2rpo_ray.models.catalogue import reward_paths, reward_problems
+from g2rpo_ray.models.catalogue import absent_files, reward_paths, reward_problems
 from g2rpo_ray.models.family import ModelFolderError
 from g2rpo_ray.models.fingerprint import sampled
 from g2rpo_ray.models.loading import check_model
@@ -52,9 +52,7 @@ def judge_digests(found: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
 def model_problems(config: Config) -> list[str]:
     """What is missing or broken of the model and of the rewards' files."""
-    rewards = _reward_paths(config).items()
-    absent = [f"{name}: {path} is not there" for name, path in rewards if not path.exists()]
-    absent += reward_problems(config)
+    absent = [*absent_files(config), *reward_problems(config)]
     try:
         folder = check_model(config)
     except ModelFolderError as error:
@@ -67,8 +65,8 @@ def digests(config: Config) -> dict[str, str]:
     roots = [resolve_path(config.model.path), *_reward_paths(config).values()]
     found = {}
     for root in roots:
-        files = sorted(root.rglob("*")) if root.is_dir() else [root]
-        for file in (file for file in files if file.is_file()):
+        files = [root / name for name in files_under(root)] if root.is_dir() else [root]
+        for file in files:
             content = f"{file.stat().st_size} ".encode() + sampled(file)
             found[str(file.relative_to(root.parent))] = hashlib.sha256(content).hexdigest()[:16]
     return found
@@ -76,7 +74,7 @@ def digests(config: Config) -> dict[str, str]:
 
 def _wrong_sums(folder: Path) -> list[str]:
     problems = []
-    for sums in sorted(folder.rglob(SUMS)):
+    for sums in (folder / name for name in files_under(folder) if name.name == SUMS):
         for line in sums.read_text("utf-8", "surrogateescape").splitlines():
             expected, _, name = line.partition(" ")
             file = sums.parent / name.lstrip(" *")

@@ -2,8 +2,13 @@
 
 from g2rpo_ray.common.errors import InputError
 from g2rpo_ray.config import Config
-from g2rpo_ray.doctor.findings import Finding, fail, ok
-from g2rpo_ray.prompts.dataset import check_apart, embeddings_of, read_config_prompts
+from g2rpo_ray.doctor.findings import Finding, fail, ok, warn
+from g2rpo_ray.prompts.dataset import (
+    check_apart,
+    embeddings_of,
+    read_config_prompts,
+    repeated_words,
+)
 
 
 def check_prompts(config: Config) -> list[Finding]:
@@ -23,4 +28,6 @@ def check_prompts(config: Config) -> list[Finding]:
         check_apart(*found)
     except InputError as error:
         return [fail("prompts", str(error), "use other prompts.heldout")]
+    if repeated := repeated_words(config, len(found[0])):
+        return [warn("prompts", repeated, "add prompts, or lower sampling.prompts_per_iteration")]
     return [ok("prompts", "{} to train on, {} held out".format(*map(len, found)))]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from g2rpo_ray.common.files import cause_of
+from g2rpo_ray.common.files import cause_of, name_text
 from g2rpo_ray.common.prompt_text import metadata_of
 from g2rpo_ray.evaluation.scoring.pictures import Found, Picture, ScoreError
 
@@ -41,7 +41,7 @@ def folder_pictures(
             # Gone since it was found: reading it says so.
             content = "gone"
         prompt, no_prompt = caption_of(name)
-        yield Picture(name, prompt, content, file.read_bytes, no_prompt)
+        yield Picture(name_text(name), prompt, content, file.read_bytes, no_prompt)
 
 
 def _beside(folder: Path, name: str) -> Caption:
@@ -49,7 +49,7 @@ def _beside(folder: Path, name: str) -> Caption:
     try:
         return (file.read_text(encoding="utf-8").strip() if file.is_file() else None), ""
     except (OSError, UnicodeDecodeError) as error:
-        return None, f"{file.name} cannot be read: {cause_of(error, file)}"
+        return None, f"{name_text(file.name)} cannot be read: {cause_of(error, file)}"
 
 
 def _pairs(

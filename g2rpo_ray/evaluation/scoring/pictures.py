@@ -14,10 +14,11 @@ from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from g2rpo_ray.common.errors import InputError
+from g2rpo_ray.common.files import cause_of, files_under, name_text
 from g2rpo_ray.common.prompt_text import PromptText, metadata_of
 from g2rpo_ray.rewards.scorers.pictures import as_pictures
 
@@ -76,15 +77,19 @@ def find_pictures(path: Path) -> Found:
     """Pictures under a folder, else its tar files, else its parquet files; or one such file.
 
     Raises:
-        ScoreError: there is nothing of that kind.
+        ScoreError: there is nothing of that kind, or a folder below it cannot be read.
     """
     if path.is_file() and path.suffix.lower() in (".tar", ".parquet"):
         return Found(path.parent, [], [path])
     if not path.is_dir():
         raise ScoreError(f"{path}: no such folder, and no .tar or .parquet file")
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    names = [file.relative_to(path) for file in files]
-    names = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    try:
+        names = files_under(path)
+    except OSError as error:
+        raise ScoreError(
+            f"{error.filename}: cannot be read: {cause_of(error, error.filename)}; what is in it "
+            "would be missed: let it be read, or name a folder without it"
+        ) from error
     images = [name.as_posix() for name in names if name.suffix.lower() in SUFFIXES]
     if images:
         return Found(path, sorted(images, key=in_order), [])
@@ -105,14 +110,14 @@ def packed_pictures(found: Found, key: str, tell: Callable[[str], None]) -> Iter
     """Pictures of tar or parquet files, one after the other; told of a file that is damaged, whose
     rest is passed over."""
     for file in found.packed:
-        name = file.relative_to(found.folder).as_posix()
+        name = name_text(file.relative_to(found.folder).as_posix())
         read, last = (_tar if file.suffix.lower() == ".tar" else _parquet), "its beginning"
         try:
             for picture in read(file, name, key):
                 last = picture.name
                 yield picture
         except (tarfile.TarError, EOFError, OSError, pa.ArrowException) as error:
-            tell(f"{file}: damaged after {last}, the rest is left out: {error}")
+            tell(f"{name}: damaged after {last}, the rest is left out: {error}")
 
 
 def _tar(file: Path, name: str, key: str) -> Iterator[Picture]:
@@ -147,7 +152,7 @@ def _of_parts(name: str, stem: str, parts: dict[str, bytes], key: str) -> Iterat
         prompt = None if text is None else PromptText(text, beside)
     except ValueError as error:
         no_prompt = f"its .txt or .json cannot be read: {error}"
-    yield _packed(f"{name}#{stem}", prompt, image, no_prompt)
+    yield _packed(f"{name}#{name_text(stem)}", prompt, image, no_prompt)
 
 
 def _packed(name: str, prompt: str | None, data: bytes, no_prompt: str = "") -> Picture:
@@ -208,7 +213,11 @@ def unpack(data: bytes) -> Tensor:
             return as_pictures([image])
     except PictureError:
         raise
+    except UnidentifiedImageError as error:
+        # Its own words are where in memory the bytes lie.
+        what = "of no format that Pillow knows" if data else "an empty file"
+        raise PictureError(f"no picture that can be read: {what}") from error
     # Whatever a damaged file makes one of Pillow's decoders raise.
     except Exception as error:
-        what = "no picture that can be read" if data else "an empty file"
-        raise PictureError(f"{what}: {type(error).__name__}: {error}"[:200]) from error
+        what = f"no picture that can be read: {type(error).__name__}: {error}"
+        raise PictureError(what[:200]) from error

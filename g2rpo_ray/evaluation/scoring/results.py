@@ -71,7 +71,7 @@ class Results:
     def write_parquet(self, rewards: Sequence[str], pictures: Sequence[str]) -> None:
         """``scores.parquet``: a row for each of ``pictures``, in their order."""
         rows = [self.rows[name] for name in pictures]
-        causes = [list(filter(None, map(": ".join, row.problems.items()))) for row in rows]
+        causes = [[": ".join(filter(None, it)) for it in row.problems.items()] for row in rows]
         columns = {
             name: pa.array([getattr(row, name) for row in rows], pa.string())
             for name in ("picture", "prompt", "category")
@@ -89,7 +89,8 @@ class Results:
 
     def _open(self, request: dict[str, Any]) -> None:
         path = self.folder / REQUEST
-        earlier = read_json_object(path, ScoreError) if path.exists() else request
+        remedy = "remove the file, or name another --out"
+        earlier = read_json_object(path, ScoreError, remedy) if path.exists() else request
         names = sorted(file.name for file in self.folder.iterdir() if file.suffix != ".tmp")
         if request.keys() != earlier.keys() or (names and REQUEST not in names):
             others = REQUEST if REQUEST in names else ", ".join(names[:3])
@@ -98,9 +99,7 @@ class Results:
             )
         self.rows |= self._read()
         if not isinstance(earlier["rewards"], dict):
-            raise ScoreError(
-                f"{path}: 'rewards' is no object; remove the file, or name another --out"
-            )
+            raise ScoreError(f"{path}: 'rewards' is no object; {remedy}")
         # What gave no score yet may be mended.
         scored = {name for row in self.rows.values() for name in row.scores}
         known, now = earlier["rewards"], request["rewards"]

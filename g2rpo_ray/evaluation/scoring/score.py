@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from g2rpo_ray.common.errors import RunError
-from g2rpo_ray.common.files import replace_text, sole_writer
+from g2rpo_ray.common.files import name_text, replace_text, sole_writer
 from g2rpo_ray.common.formatting import format_seconds
 from g2rpo_ray.common.prompt_text import category_of, is_blank, metadata_of
 from g2rpo_ray.common.stop import StopSignal
@@ -39,6 +39,8 @@ FAILED_CHUNKS = 3
 """In a row, of which a scorer failed on every picture, before it is asked no more."""
 LINE_S = 5.0
 """Between two lines about the progress."""
+NO_PROMPT = "it has no prompt"
+"""Why a picture has no score of a reward that reads prompts."""
 
 
 Unpacked = tuple[Picture, Tensor | None, str]
@@ -57,7 +59,8 @@ def score(
     """Score what ``folder`` lacks of ``pictures``; returns the report that it writes.
 
     Raises:
-        ScoreError: pictures, captions or the folder cannot be used, or belong to other settings.
+        ScoreError: pictures, captions or the folder cannot be used, or belong to other settings; or
+            a reward has no score of any picture, such as for want of captions.
         RunError: a scorer failed again and again; the others' scores are written all the same.
     """
     rewards, told = list(config.rewards), list[str]()
@@ -94,7 +97,8 @@ def score(
         results.write_parquet(rewards, names)
         text = report(results, rewards, names, thresholds, told)
         replace_text(folder / "report.md", text)
-        with_scores = {name for row in results.rows.values() for name in row.scores}
+        rows = [results.rows[name] for name in names]
+        with_scores = {name for row in rows for name in row.scores}
         silent = {name: c for name, c in scoring.causes.items() if name not in with_scores}
         if failed := silent | scoring.given_up:
             causes = "; ".join(f"{name}: {cause}" for name, cause in failed.items())
@@ -102,7 +106,22 @@ def score(
                 f"failed on every picture of {FAILED_CHUNKS} chunks in a row, or of all; the same "
                 f"command tries again: {causes}. What there is lies in {folder}"
             )
+        if without := [name for name in rewards if name not in with_scores]:
+            raise ScoreError(
+                f"{pictures}: {_why_none(without, rows)}. What there is lies in {folder}"
+            )
         return text
+
+
+def _why_none(rewards: Sequence[str], rows: Sequence[Scored]) -> str:
+    """What keeps every picture from a score of these rewards, most of them at least."""
+    causes = [row.problems.get(name) or row.problems[""] for row in rows for name in rewards]
+    cause = Counter(causes).most_common(1)[0][0]
+    hint = (
+        ": give --prompts FILE, or a .txt of its name beside each picture (in tar files .txt or "
+        ".json, in parquet a column; prompts.key=NAME names key or column)"
+    )
+    return f"no picture has a score of {', '.join(rewards)}: {cause}{hint * (NO_PROMPT in causes)}"
 
 
 def _check_names(rewards: Sequence[str], thresholds: Sequence[Threshold]) -> None:
@@ -121,7 +140,7 @@ def _request(
         digest.update(json.dumps([prompt, dict(metadata_of(prompt))], default=str).encode())
     return {
         "pictures": str(found.folder.absolute()),
-        "files": {file.name: file.stat().st_size for file in found.packed},
+        "files": {name_text(file.name): file.stat().st_size for file in found.packed},
         "prompts": digest.hexdigest() if prompts is not None else None,
         "key": config.prompts.key,
         "rewards": {
@@ -189,7 +208,7 @@ class Scoring:
                 if name in self.given_up:
                     problems[place][name] = f"not asked: {self.given_up[name]}"
                 elif reads and picture.prompt is None:
-                    problems[place][name] = picture.no_prompt or "it has no prompt"
+                    problems[place][name] = picture.no_prompt or NO_PROMPT
                 elif reads and is_blank(picture.prompt or ""):
                     problems[place][name] = "the prompt is empty"
                 else:

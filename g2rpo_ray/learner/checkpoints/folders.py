@@ -1,10 +1,11 @@
 """Where a run's states lie: checkpoints and snapshots by iteration, and which of them are kept."""
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from g2rpo_ray.common.files import writing
+from g2rpo_ray.common.files import cause_of, writing
 from g2rpo_ray.learner.checkpoints.parts import CheckpointError
 
 SNAPSHOTS = "snapshots"
@@ -22,8 +23,23 @@ def iteration_of(folder: Path) -> int:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first."""
-    return sorted((run_dir / "checkpoints").glob("iteration_" + 6 * "[0-9]"))
+    """Checkpoints of a run, oldest first.
+
+    Raises:
+        CheckpointError: the folder cannot be read; ``Path.glob`` would find none, and a resumed run
+            would start anew.
+    """
+    folder = run_dir / "checkpoints"
+    try:
+        found = sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be read: {cause_of(error, folder)}; a run's states lie there: let "
+            "it be read"
+        ) from error
+    return [path for path in found if re.fullmatch("iteration_[0-9]{6}", path.name)]
 
 
 def delete_old_checkpoints(

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from g2rpo_ray.common.files import (
@@ -51,6 +52,8 @@ RANK_FILE = "rank-{:05d}.json"
 """What a rank has written, for state.json; or why it could not."""
 WEIGHT_PREFIX, AVERAGE_PREFIX = "weight.", "ema."
 POLL_S = 0.1
+HASHED_AT_ONCE = 2 * 2**30
+"""Bytes of files that are hashed before anything starts, in seconds; more are by who reads them."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +220,19 @@ def read_weights(folder: Path, average: bool = False) -> dict[str, Tensor]:
     return weights
 
 
+def check_whole(folder: Path, weights_alone: bool = False) -> None:
+    """Before anything starts: that files are there, not cut short, and, where they are small, as
+    they were written; ``open_checkpoint`` and ``read_weights`` look at the rest.
+
+    Raises:
+        CheckpointError: one is missing or damaged.
+    """
+    _, files = _read_description(folder)
+    files = _weights_files(files) if weights_alone else files
+    sizes = [path.stat().st_size for name in files if (path := folder / name).is_file()]
+    _open_files(folder, files, hashed=sum(sizes) <= HASHED_AT_ONCE)
+
+
 def weights_checksum(folder: Path) -> str:
     """SHA-256 of the SHA-256s of a checkpoint's weights files, which its description has."""
     files = _weights_files(_read_description(folder)[1])
@@ -262,13 +278,16 @@ def _weights_files(files: Mapping[str, str]) -> dict[str, str]:
     return {name: sha256 for name, sha256 in files.items() if name.startswith(first)}
 
 
-def _open_files(folder: Path, files: Mapping[str, str]) -> StateReader:
+def _open_files(folder: Path, files: Mapping[str, str], hashed: bool = True) -> StateReader:
     for path, expected in ((folder / name, sha256) for name, sha256 in files.items()):
         if not path.is_file():
             raise CheckpointError(f"{path}: missing; the checkpoint is incomplete; {ANOTHER}")
-        if sha256_of_file(path) != expected:
+        if hashed and sha256_of_file(path) != expected:
             raise CheckpointError(f"{path}: damaged (SHA-256 differs from state.json); {ANOTHER}")
-    return StateReader([folder / name for name in files])
+    try:
+        return StateReader([folder / name for name in files])
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: damaged: {error}; {ANOTHER}") from error
 
 
 def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
@@ -297,6 +316,7 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     if content.keys() != expected:
         raise CheckpointError(
             f"{path}: entries {', '.join(sorted(content.keys() ^ expected))} are missing or unknown"
+            f"; {ANOTHER}"
         )
     files = content.pop("files")
     ranks = len(files) // 2 if isinstance(files, dict) else 0
@@ -304,7 +324,7 @@ def _read_description(folder: Path) -> tuple[CheckpointInfo, dict[str, str]]:
     if ranks == 0 or files.keys() != names:
         raise CheckpointError(
             f"{path}: 'files' must list {WEIGHTS_FILE.format(0)}, {OPTIMIZER_FILE.format(0)} and "
-            "so on with their SHA-256"
+            f"so on with their SHA-256; {ANOTHER}"
         )
     return CheckpointInfo(**content), files
 

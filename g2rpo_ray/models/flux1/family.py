@@ -64,6 +64,11 @@ class Flux1(Family):
         return self.channels_problem(folder, taken, predicted)
 
     @property
+    def longest_text(self) -> int:
+        # Beyond it diffusers' pipeline refuses the call.
+        return 512
+
+    @property
     def guidance_kind(self) -> GuidanceKind:
         return "embedded" if self.configs["transformer"].get("guidance_embeds") else "none"
 

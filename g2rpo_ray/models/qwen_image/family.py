@@ -52,6 +52,11 @@ class QwenImage(Family):
         return self.channels_problem(folder, taken, predicted)
 
     @property
+    def longest_text(self) -> int:
+        # Beyond it diffusers' pipeline refuses the call.
+        return 1024
+
+    @property
     def guidance_kind(self) -> GuidanceKind:
         return "cfg"
 

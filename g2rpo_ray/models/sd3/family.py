@@ -55,6 +55,11 @@ class Sd3(Family):
     published: ClassVar = read_published(__file__)
 
     @property
+    def longest_text(self) -> int:
+        # Beyond it diffusers' pipeline refuses the call.
+        return 512
+
+    @property
     def guidance_kind(self) -> GuidanceKind:
         return "cfg"
 

@@ -10,6 +10,9 @@ from g2rpo_ray.models.conditioning import Conditioning
 from g2rpo_ray.models.family import Family, GuidanceKind, asked_tokens, of_qkv, read_published
 from g2rpo_ray.models.latents import LatentShape, unpacked
 
+FILLED_TO = 32
+"""Tokens: a text has a multiple of it."""
+
 
 class ZImage(Family):
     """Latents are the VAE's, one a token here; the network packs 2 x 2 of them itself.
@@ -49,6 +52,12 @@ class ZImage(Family):
     def problem(self, folder: Path) -> str | None:
         taken = self.configs["transformer"].get("in_channels", 16)
         return self.channels_problem(folder, taken, taken)
+
+    @property
+    def longest_text(self) -> int:
+        # The network has a table of places: a text's, filled up, begin at 1, the picture's behind.
+        places: int = self.configs["transformer"].get("axes_lens", [1024])[0]
+        return (places - 2) // FILLED_TO * FILLED_TO
 
     @property
     def guidance_kind(self) -> GuidanceKind:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from g2rpo_ray.common.paths import resolve_path
 from g2rpo_ray.rewards.scorer import ScorerError, Tensor
@@ -20,6 +21,11 @@ class AestheticScorer(ClipScorer):
 
     kind = "aesthetic"
     reads_prompts = False
+
+    @classmethod
+    def check_files(cls, options: Any) -> None:
+        super().check_files(options)
+        read_head(resolve_path(options.head))
 
     def __init__(self, options: Options, device: str) -> None:
         super().__init__(options, device)

@@ -26,7 +26,6 @@ def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
     Raises:
         ScorerError: the file is missing, damaged, or holds anything but tensors (never unpickled).
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if not checkpoint.is_file():
@@ -37,11 +36,6 @@ def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
             state = load_file(checkpoint, "cpu" if device == "meta" else device)
             return {name: tensor.to(device) for name, tensor in state.items()}
         content = torch.load(checkpoint, map_location=device, weights_only=True)
-    # torch.load raises whatever a damaged zip or pickle makes it raise.
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, SafetensorError) as error:
-        raise ScorerError(
-            f"{checkpoint}: damaged checkpoint: {cause_of(error, checkpoint)}"
-        ) from error
     except pickle.UnpicklingError as error:
         # torch's own words advise to load it with weights_only=False, which would run its code.
         found = re.search(r"GLOBAL (\S+)", str(error))
@@ -49,6 +43,12 @@ def load_state_dict(checkpoint: Path, device: str = "cpu") -> dict[str, Tensor]:
         raise ScorerError(
             f"{checkpoint}: not a file of plain tensors: {what}. Files that could run code are not "
             "read; save the model's state_dict, or take the published file again"
+        ) from error
+    # Whatever a damaged zip or pickle, or a file of another kind, makes torch.load raise.
+    except Exception as error:
+        raise ScorerError(
+            f"{checkpoint}: damaged, or no checkpoint: {type(error).__name__}: "
+            f"{cause_of(error, checkpoint)}; take the published file again"
         ) from error
     state = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):

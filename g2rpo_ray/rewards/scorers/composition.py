@@ -48,9 +48,10 @@ class CompositionScorer(RewardScorer):
     def check_files(cls, options: Options) -> None:
         from g2rpo_ray.rewards.scorers.open_clip_model import find_open_clip
         from g2rpo_ray.rewards.scorers.owlv2 import MODEL
-        from g2rpo_ray.rewards.scorers.pretrained import read_tokenizer
+        from g2rpo_ray.rewards.scorers.pretrained import check_pretrained, read_tokenizer
 
         read_tokenizer(resolve_path(options.detector), MODEL)
+        check_pretrained(resolve_path(options.detector))
         find_open_clip(options.clip, options.clip_checkpoint)
 
     @classmethod

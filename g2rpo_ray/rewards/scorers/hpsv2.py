@@ -43,6 +43,12 @@ class Hpsv2Scorer(RewardScorer):
 
     kind = "hpsv2"
 
+    @classmethod
+    def check_files(cls, options: Options) -> None:
+        from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
+
+        load_state_dict(resolve_path(options.checkpoint), "meta")
+
     def __init__(self, options: Options, device: str) -> None:
         import torch
 

@@ -64,7 +64,10 @@ class ImageRewardScorer(RewardScorer):
 
     @classmethod
     def check_files(cls, options: Options) -> None:
+        from g2rpo_ray.rewards.scorers.checkpoint_file import load_state_dict
+
         _text_of(options)
+        load_state_dict(resolve_path(options.checkpoint), "meta")
 
     def __init__(self, options: Options, device: str) -> None:
         import torch

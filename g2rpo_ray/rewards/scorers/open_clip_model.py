@@ -72,12 +72,13 @@ def find_open_clip(architecture: str, checkpoint: str | None) -> tuple[str, Path
     """Name as open_clip wants it, weights file and tokenizer of ``load_clip_features``.
 
     Raises:
-        ScorerError: one of them is missing or cannot be used.
+        ScorerError: one of them is missing or cannot be used, the weights by their names alone.
     """
     import open_clip
 
     name = resolve_architecture(architecture)
     weights = _weights_of(name, checkpoint)
+    load_state_dict(weights, "meta")
     folder = name.removeprefix(LOCAL_DIR)
     if folder == name:
         text = open_clip.get_model_config(name)["text_cfg"]

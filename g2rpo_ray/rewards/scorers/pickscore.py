@@ -29,9 +29,10 @@ class PickscoreScorer(RewardScorer):
 
     @classmethod
     def check_files(cls, options: Options) -> None:
-        from g2rpo_ray.rewards.scorers.pretrained import read_tokenizer
+        from g2rpo_ray.rewards.scorers.pretrained import check_pretrained, read_tokenizer
 
         read_tokenizer(resolve_path(options.path), "CLIPModel")
+        check_pretrained(resolve_path(options.path))
 
     def __init__(self, options: Options, device: str) -> None:
         import torch

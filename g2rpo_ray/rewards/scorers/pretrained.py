@@ -50,6 +50,19 @@ def read_tokenizer(folder: Path, model_class: str) -> Any:
     return load_tokenizer(read, folder, rows, ScorerError)
 
 
+def check_pretrained(folder: Path) -> None:
+    """Look at a model's weights without reading them.
+
+    Raises:
+        ScorerError: they are missing, damaged or quantised.
+    """
+    refuse_quantiser(folder / "config.json", ScorerError)
+    if (folder / PICKLED).is_file() and not chosen_files(folder, "model", None):
+        refuse_quantised(folder / PICKLED, load_state_dict(folder / PICKLED, "meta"))
+    else:
+        find_weights(folder, "model", None, ScorerError)
+
+
 def load_pretrained(folder: Path, model_class: str) -> Any:
     """A model with the folder's weights, in float32 on the CPU.
 
@@ -58,11 +71,7 @@ def load_pretrained(folder: Path, model_class: str) -> Any:
     """
     import transformers
 
-    refuse_quantiser(folder / "config.json", ScorerError)
-    if (folder / PICKLED).is_file() and not chosen_files(folder, "model", None):
-        refuse_quantised(folder / PICKLED, load_state_dict(folder / PICKLED, "meta"))
-    else:
-        find_weights(folder, "model", None, ScorerError)
+    check_pretrained(folder)
     try:
         model, info = getattr(transformers, model_class).from_pretrained(
             folder, local_files_only=True, output_loading_info=True, dtype=torch.float32

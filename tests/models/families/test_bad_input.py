@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from g2rpo_ray import cli
 from g2rpo_ray.config import save_config
@@ -110,6 +111,30 @@ def test_a_negative_prompt_where_no_guidance_is(failed: Failed, name: str) -> No
     found = failed(name, f"sampling.guidance={guidance}", negative="blurry")
     assert "sampling.negative_prompt is 'blurry', and " in found
     assert "leave it out" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    # Of Z-Image's table of 640 places, after 0, texts take a multiple of 32, the picture one.
+    [("flux1_dev", 512), ("sd3", 512), ("qwen_image", 1024), ("z_image", 608)],
+)
+def test_a_length_of_texts_that_the_model_does_not_take(
+    failed: Failed, name: str, most: int
+) -> None:
+    found = failed(name, f"prompts.max_sequence_length={most + 1}")
+    pipeline = open_family(tiny_folder(name)).pipeline
+    assert f"max_sequence_length is {most + 1}; a {pipeline} takes 1 to {most} tokens" in found
+
+
+def test_the_longest_text_of_z_image_has_a_place_and_a_longer_one_none() -> None:
+    config = family_config("z_image")
+    policy = load_policy(config)
+    most = policy.family.longest_text
+    assert most is not None
+    x = torch.zeros(1, *policy.shape.packed)
+    policy(x, torch.ones(1), policy.blank(most, torch.float32, "cpu"))
+    with pytest.raises(IndexError):
+        policy(x, torch.ones(1), policy.blank(most + 1, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("size", ["sampling.width=72", "evaluation.height=40"])
