@@ -183,7 +183,7 @@ def markdown_tables(report: dict[str, Any]) -> Iterator[str]:
     titles = {
         "iteration": "At equal iterations ({:,.0f})",
         "evaluations": "At equal evaluations ({:,.0f})",
-        "train_s": "At equal wall time ({:,.0f} s of one core)",
+        "train_s": "At equal wall time ({:,.0f} s of a run)",
     }
     rewards = list(report["before"])
     for budget, rows in report["tables"].items():
