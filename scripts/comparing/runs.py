@@ -154,13 +154,17 @@ def train(job: Job) -> Result:
 
 
 def kept_result(job: Job) -> Result:
-    """What its folder says, if it has one."""
+    """What its folder says, if it has one; anew where it has no state to go on from, as in a
+    folder whose results alone were brought from another machine."""
     file = job.folder and job.folder / "result.json"
-    if not (file and file.exists()):
-        return Result(job, [], None, done=False)
-    result = measuring.read_json(file, Result)
-    result.job = job
-    return result
+    if file and file.exists():
+        result = measuring.read_json(file, Result)
+        state = file.with_name(f"state-{result.iteration}.safetensors")
+        if result.done or result.iteration == 0 or state.exists():
+            result.job = job
+            return result
+        print(f"{state}: not there; the run starts anew", flush=True)
+    return Result(job, [], None, done=False)
 
 
 class Training:

@@ -207,3 +207,18 @@ def test_a_score_that_is_not_a_number_is_kept_as_such(tmp_path: Path) -> None:
     found = runs.kept_result(job)
     assert np.isnan(found.points[0].rewards["diversity"])
     assert np.isnan(found.judged[8]["diversity"][0])
+
+
+def test_a_run_whose_state_is_not_there_starts_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = runs.Job("row", 0, 1e-3, 9, 0, 0.0, 1, keep=tmp_path)
+    folder = job.folder
+    assert folder is not None
+    folder.mkdir()
+    result = runs.Result(job, [runs.Point(5, 2, 3.0, {})], None, iteration=5, done=False)
+    (folder / "result.json").write_bytes(TypeAdapter(runs.Result).dump_json(result))
+    assert runs.kept_result(job).iteration == 0
+    assert "state-5.safetensors: not there" in capsys.readouterr().out
+    (folder / "state-5.safetensors").touch()
+    assert runs.kept_result(job).points == result.points
