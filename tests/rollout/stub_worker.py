@@ -48,6 +48,8 @@ class StubWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         if wish == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
+            # Another thread may take the signal, and this one go on until that one runs.
+            time.sleep(3600.0)
         if wish == "raise":
             raise ArithmeticError("a broken card")
         if wish == "nan":
